@@ -1,0 +1,50 @@
+// What every entry does, on any device: check the arguments, build the Problem, allocate, hand over to ATen.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/arguments.h"
+#include "core/plan.h"
+
+namespace fastconvt {
+
+using torch::stable::Tensor;
+using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// A checked call: the tensors are dense in problem.layout, and have a batch dimension.
+struct Call {
+  Operation operation;
+  Problem problem;
+  int spatial;   // 1, 2 or 3: of the operator
+  bool batched;  // whether the caller's input has a batch dimension
+  Tensor input;
+  Tensor weight;
+  std::optional<Tensor> bias;
+};
+
+// Checks the arguments and makes the tensors dense; nothing is allocated before the checks have passed. With a
+// subtrahend, the call is of the chain.
+Call make_call(const char* op, int spatial, const Tensor& input, const Tensor& weight,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& subtrahend, IntList stride,
+               IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
+
+// A tensor of the output's shape with this many channels, in this layout, uninitialised.
+Tensor allocate_output(const Call& call, int64_t channels, Layout layout);
+
+// Dense in `layout`, copied if need be; sizes of 1 may keep any stride.
+Tensor to_layout(const Tensor& tensor, Layout layout);
+
+// The output as the caller gets it: with exactly the strides of a fresh tensor in `layout`, which fake tensors promise
+// too, and without the batch dimension if the input had none.
+Tensor finish_output(const Call& call, const Tensor& output, Layout layout);
+
+// The candidate "aten": PyTorch's own operators, float16 and bfloat16 computed in float32 on the CPU.
+Tensor aten_conv_transpose(const Call& call);
+Tensor aten_logsumexp_hardswish(const Call& call, const Tensor& subtrahend, double min, double max);
+
+}  // namespace fastconvt

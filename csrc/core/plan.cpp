@@ -1,0 +1,194 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <stdexcept>
+
+namespace fastconvt {
+namespace {
+
+using Refusal = std::string (*)(Operation, const Problem&, const DeviceInfo&);
+using Cost = double (*)(Operation, const Problem&, const DeviceInfo&);
+
+// Milliseconds for `amount` at `rate` a second.
+double ms(double amount, double rate) { return amount / rate * 1e3; }
+
+std::string needs(bool available, const char* what) {
+  return available ? "" : std::string("this processor or this build has no ") + what;
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// An instruction set as our CPU kernels use it: float32 lanes of a vector, multiply-adds a second and core.
+struct CpuRate {
+  int64_t lanes;
+  double macs;
+};
+constexpr CpuRate kAvx512Rate{16, 105e9}, kAvx2Rate{8, 57e9}, kPortableRate{4, 21e9};
+
+// The costs of this table are fitted to 109 layers, each timed on one core of a Zen with AVX-512: the choice is 5 %
+// slower than the best on average. How they scale with the number of threads is less certain.
+//
+// Ours: multiply-adds, idle lanes of the last axis included, where few output channels reuse a loaded input little;
+// then packing, traffic, and a share for each row and each window. Channels-last tensors are converted on the way in
+// and out.
+double phase_cost(Operation operation, const Problem& p, const DeviceInfo& device, CpuRate rate) {
+  const double wide = p.dtype == DType::kFloat64 ? 2 : 1;
+  const Axis &depth = p.axis[0], &height = p.axis[1], &width = p.axis[2];
+  const int64_t rows = ceil_div(height.out(), height.stride), cells = ceil_div(width.out(), width.stride);
+  const double channels = double(p.batch) * double(p.in_channels) * double(p.out_channels_per_group());
+  const double per_row = cells >= 64 ? double(height.num_pairs()) * double(round_up(cells, rate.lanes))
+                                     : double(height.kernel) * double(round_up(rows * cells, rate.lanes));
+  const double macs = std::max(p.macs(), channels * double(depth.num_pairs()) * double(width.kernel) * per_row);
+  const double reuse = std::min(1.0, 0.08 + 0.2 * double(p.out_channels_per_group()));
+  const double compute = ms(macs * wide, rate.macs * reuse) + 0.6e-6 * double(p.weight_elements());
+  const double traffic = ms(p.bytes(), p.bytes() < 8e6 ? 30e9 : 12e9);
+  const double row_count = double(p.batch) * double(p.out_channels) * double(depth.out()) * double(height.out());
+  const double overhead = 8e-6 * row_count + 35e-6 * double(p.batch) * double(p.groups);
+  const double conversion = p.layout == Layout::kChannelsLast ? ms(2 * p.bytes(), 4e9) : 0;
+  const bool chain = operation == Operation::kLogSumExpHardswish;
+  const double exponentials = chain ? ms(double(p.out_elements()) * wide, rate.macs / 8) : 0;
+  return 0.005 + (compute + traffic + overhead + conversion + exponentials) / device.threads;
+}
+
+// PyTorch on the CPU: oneDNN's blocks of 16 channels, and page faults of the fresh output. Halves are computed in
+// float32; the unfused chain passes over the convolution's output some ten times.
+double aten_cpu_cost(Operation operation, const Problem& p, const DeviceInfo& device) {
+  const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
+  const double passes = operation == Operation::kLogSumExpHardswish ? ms(10 * p.bytes(), 1.5e9) : 0;
+  const bool half = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
+  const double conversion = half ? ms(3 * p.bytes(), 2e9) : 0;
+  if (in == 1 && out == 1) {
+    const double rate = p.bytes() < 6e6 ? 20e9 : p.bytes() <= 14e6 ? 12e9 : 1.5e9;
+    return 0.04 + (ms(p.bytes(), rate) + conversion + passes) / device.threads;
+  }
+  const double fill = double(round_up(in, 16) * round_up(out, 16)) / double(in * out);
+  const double bytes = p.bytes() * (half ? 2 : 1) * double(round_up(out, 16)) / double(out);
+  const bool dense = p.axis[0].stride == 1 && p.axis[1].stride == 1 && p.axis[2].stride == 1;
+  const double bandwidth = dense || bytes < 4e6 ? 6e9 : bytes <= 16e6 ? 3e9 : 0.75e9 * std::sqrt(device.threads);
+  const double rate = (p.dtype == DType::kFloat64 ? 3e9 : 100e9) * device.threads;
+  return 0.005 + ms(p.macs() * fill, rate) + ms(bytes, bandwidth) + (conversion + passes) / device.threads;
+}
+
+// The widest attribute that the CUDA kernels' 32-bit parameters hold.
+constexpr int64_t kMaxAttribute = int64_t{1} << 30;
+
+std::string cuda_refusal(const Problem& p, const DeviceInfo& device) {
+  for (const Axis& a : p.axis) {
+    if (std::max({a.kernel, a.stride, a.padding, a.dilation}) >= kMaxAttribute) return "an attribute of 2^30 or more";
+  }
+  return device.refusal;
+}
+
+// What a layer costs at least on a GPU, and how far from that each implementation is. Measured on an H200: cuDNN is
+// near its floor where the channels of a group fill a matrix unit, and far where groups, few channels or dilation
+// starve it.
+double cuda_floor(const Problem& p, double flops) { return std::max(ms(2 * p.macs(), flops), ms(p.bytes(), 4.3e12)); }
+
+double gather_cost(const Problem& p) { return 0.005 + cuda_floor(p, p.dtype == DType::kFloat64 ? 10e12 : 15e12); }
+
+double aten_cuda_cost(const Problem& p) {
+  const bool starved = std::min(p.in_channels_per_group(), p.out_channels_per_group()) < 8 || p.groups > 1;
+  bool dilated = false;
+  for (const Axis& a : p.axis) dilated = dilated || (a.stride > 1 && a.dilation > 1);
+  return 0.005 + cuda_floor(p, starved || dilated ? 1e12 : 40e12);
+}
+
+struct Row {
+  CandidateId id;
+  const char* name;
+  bool cuda;
+  Refusal refusal;
+  Cost cost;
+};
+
+std::string plain_only(Operation operation) {
+  return operation == Operation::kConvTranspose ? "" : "makes the plain convolution only";
+}
+
+std::string chain_only(Operation operation) {
+  return operation == Operation::kLogSumExpHardswish ? "" : "makes the fused chain only";
+}
+
+std::string never(Operation, const Problem&, const DeviceInfo&) { return ""; }
+
+const Row kTable[] = {
+    {CandidateId::kPhaseAvx512, "phase_avx512", false,
+     [](Operation, const Problem&, const DeviceInfo& d) { return needs(d.avx512, "AVX-512"); },
+     [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kAvx512Rate); }},
+    {CandidateId::kPhaseAvx2, "phase_avx2", false,
+     [](Operation, const Problem&, const DeviceInfo& d) { return needs(d.avx2, "AVX2 and FMA"); },
+     [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kAvx2Rate); }},
+    {CandidateId::kPhasePortable, "phase_portable", false, never,
+     [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kPortableRate); }},
+    {CandidateId::kAten, "aten", false, never, aten_cpu_cost},
+    {CandidateId::kGather, "gather", true,
+     [](Operation o, const Problem& p, const DeviceInfo& d) { return plain_only(o) + cuda_refusal(p, d); },
+     [](Operation, const Problem& p, const DeviceInfo&) { return gather_cost(p); }},
+    {CandidateId::kFused, "fused", true,
+     [](Operation o, const Problem& p, const DeviceInfo& d) { return chain_only(o) + cuda_refusal(p, d); },
+     [](Operation, const Problem& p, const DeviceInfo&) { return gather_cost(p); }},
+    {CandidateId::kAten, "aten", true, never,
+     [](Operation, const Problem& p, const DeviceInfo&) { return aten_cuda_cost(p); }},
+};
+
+std::string format(const char* pattern, double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, pattern, value);
+  return text;
+}
+
+}  // namespace
+
+Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced) {
+  Plan plan{{}, -1};
+  for (const Row& row : kTable) {
+    if (row.cuda != device.cuda) continue;
+    std::string refusal = row.refusal(operation, problem, device);
+    const bool can = refusal.empty();
+    if (row.name == forced && !can) {
+      throw std::runtime_error("candidate " + forced + " cannot make this call: " + refusal);
+    }
+    plan.candidates.push_back({row.id, row.name, std::move(refusal), can ? row.cost(operation, problem, device) : 0});
+    const int index = int(plan.candidates.size()) - 1;
+    if (forced.empty() ? can && (plan.choice < 0 || plan.candidates[index].cost_ms < plan.chosen().cost_ms)
+                       : row.name == forced) {
+      plan.choice = index;
+    }
+  }
+  if (plan.choice < 0) {
+    throw std::runtime_error("candidate " + forced + " does not exist on " + (device.cuda ? "cuda" : "cpu"));
+  }
+  return plan;
+}
+
+bool is_candidate(const std::string& name) {
+  for (const Row& row : kTable) {
+    if (row.name == name) return true;
+  }
+  return false;
+}
+
+std::string Plan::to_json() const {
+  std::string text = std::string("{\"choice\": \"") + chosen().name + "\", \"candidates\": [";
+  for (const Candidate& c : candidates) {
+    if (&c != &candidates[0]) text += ", ";
+    text += std::string("{\"name\": \"") + c.name + "\", \"supported\": " + (c.refusal.empty() ? "true" : "false") +
+            ", \"reason\": \"" + c.refusal +
+            "\", \"cost_ms\": " + (c.refusal.empty() ? format("%.6g", c.cost_ms) : "null") + "}";
+  }
+  return text + "]}";
+}
+
+std::string Plan::to_line() const {
+  std::string text = chosen().name;
+  for (const Candidate& c : candidates) {
+    text += std::string(&c == &candidates[0] ? ": " : "; ") + c.name + " " +
+            (c.refusal.empty() ? format("%.3g ms", c.cost_ms) : c.refusal);
+  }
+  return text;
+}
+
+}  // namespace fastconvt

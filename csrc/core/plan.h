@@ -1,0 +1,52 @@
+// The plan: which implementation makes a call, chosen by a pure, printable function over one table of candidates.
+// Plain C++17: no Torch, no CUDA.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace fastconvt {
+
+enum class Operation { kConvTranspose, kLogSumExpHardswish };
+
+// The implementations, one row each in plan.cpp. kAten is PyTorch's own (oneDNN, cuDNN), so that the plan never loses
+// to it.
+enum class CandidateId { kPhaseAvx512, kPhaseAvx2, kPhasePortable, kGather, kFused, kAten };
+
+// What the plan knows of the machine.
+struct DeviceInfo {
+  bool cuda = false;
+  int threads = 1;      // CPU: how many a call may use
+  bool avx2 = false;    // CPU: this processor and this build have it
+  bool avx512 = false;  // CPU: likewise
+  std::string refusal;  // CUDA: why our kernels cannot run on the device, "" if they can
+};
+
+struct Candidate {
+  CandidateId id;
+  const char* name;
+  std::string refusal;  // why it cannot make this call; empty if it can
+  double cost_ms;       // estimated time; meaningful where there is no refusal
+};
+
+struct Plan {
+  std::vector<Candidate> candidates;  // those of the device, in the table's order
+  int choice;                         // index of the cheapest that can, or of the forced one
+
+  const Candidate& chosen() const { return candidates[choice]; }
+  // {"choice": name, "candidates": [{"name", "supported", "reason", "cost_ms"}]}
+  std::string to_json() const;
+  // One line for a log: the choice, then every other candidate with its cost or its refusal.
+  std::string to_line() const;
+};
+
+// `forced` names the candidate to use, "" leaves the choice to the costs. Throws std::runtime_error where the forced
+// candidate does not exist on the device or cannot make the call.
+Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced);
+
+// Whether some device has a candidate of this name.
+bool is_candidate(const std::string& name);
+
+}  // namespace fastconvt
