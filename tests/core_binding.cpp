@@ -1,0 +1,61 @@
+// csrc/core for the tests: the phase arithmetic of an axis, a problem's counts, and the checks of arguments.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <deque>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../csrc/core/arguments.h"
+#include "../csrc/core/problem.h"
+
+namespace py = pybind11;
+using fastconvt::Axis;
+using fastconvt::Problem;
+
+namespace {
+
+using List = std::vector<int64_t>;
+using Tensor = std::tuple<std::string, List, std::string, std::string>;  // name, sizes, dtype, device
+
+Problem check_arguments(const std::string& op, int spatial, const std::deque<Tensor>& tensors, List stride,
+                        List padding, List output_padding, int64_t groups, List dilation) {
+  fastconvt::Arguments arguments;
+  arguments.op = op;
+  arguments.spatial = spatial;
+  for (const auto& [name, sizes, dtype, device] : tensors) {
+    arguments.tensors.push_back({name.c_str(), sizes, dtype, device});
+  }
+  arguments.stride = std::move(stride);
+  arguments.padding = std::move(padding);
+  arguments.output_padding = std::move(output_padding);
+  arguments.dilation = std::move(dilation);
+  arguments.groups = groups;
+  return fastconvt::check_arguments(arguments);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(core_binding, m) {
+  py::class_<Axis>(m, "Axis")
+      .def(py::init([](int64_t in, int64_t kernel, int64_t stride, int64_t padding, int64_t output_padding,
+                       int64_t dilation) { return Axis{in, kernel, stride, padding, output_padding, dilation}; }))
+      .def("out", &Axis::out)
+      .def("phase", &Axis::phase)
+      .def("base", &Axis::base)
+      .def("tap_step", &Axis::tap_step)
+      .def("first_tap", &Axis::first_tap)
+      .def("num_taps", &Axis::num_taps)
+      .def("offset", &Axis::offset)
+      .def("first_output", &Axis::first_output)
+      .def("num_outputs", &Axis::num_outputs)
+      .def("num_pairs", &Axis::num_pairs);
+  py::class_<Problem>(m, "Problem")
+      .def_readonly("batch", &Problem::batch)
+      .def_readonly("out_channels", &Problem::out_channels)
+      .def_readonly("axis", &Problem::axis)
+      .def("macs", &Problem::macs)
+      .def("bytes", &Problem::bytes);
+  m.def("check_arguments", &check_arguments);
+}

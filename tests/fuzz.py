@@ -1,0 +1,167 @@
+"""``python -m tests.fuzz --seconds N --device cpu|cuda --seed S``: random problems against the float64 oracle.
+
+Each problem is legal in three of four draws: every axis, dtype, layout and stride pattern, views that start off
+alignment, on every candidate of the plan, forward and backward, the fused chain among them, in memory full of NaN. The
+others are illegal and must raise RuntimeError. A problem depends on the seed and its number alone; a failure prints the
+command that repeats it, and so does the death of the process.
+"""
+
+import argparse
+import functools
+import multiprocessing
+import random
+import sys
+import time
+import traceback
+import warnings
+
+import torch
+
+from tests import harness, reference
+from tests.cases import DTYPES, draw_case, to_channels_last
+from tests.illegal import CHAIN, draw_call
+
+MAX_FAILURES = 20  # then it stops: they have one cause, most likely
+DONE, LEGAL, FAILURES = range(3)
+BOUNDS = {"min": -0.4, "max": 0.6}
+
+
+def make_view(source, tensor):
+    """The tensor with strides of another kind; some kinds change its values as well."""
+    kinds = [lambda t: t, to_channels_last, *harness.VIEWS]
+    return source.choices(kinds, weights=[6, 3] + [1] * len(harness.VIEWS))[0](tensor)
+
+
+def legal_problem(source, device):
+    """A description of the problem, and a function that runs it."""
+    case = draw_case(source.randint)
+    dtype = source.choices(DTYPES, weights=[4, 1, 2, 2])[0]
+    x, w, b = case.tensors(dtype, device, seed=source.getrandbits(32))
+    x, w = make_view(source, x), make_view(source, w)
+    b = None if b is None else make_view(source, b)
+    grad = make_view(source, case.grad_output(dtype, device, seed=source.getrandbits(32)))
+    chain = case.ndim == 3 and source.random() < 0.4
+    strides = {"input": x.stride(), "weight": w.stride(), "grad_output": grad.stride()}
+    run = run_chain if chain else run_convolution
+    return f"{'chain of ' * chain}{case}: {case!r} {dtype} {strides}", lambda: run(case, x, w, b, grad, device)
+
+
+def run_convolution(case, x, w, b, grad, device):
+    last = harness.is_channels_last(x if case.batched else x[None]) or harness.is_channels_last(w)
+    call = functools.partial(harness.forward, case, x, w, b)
+    outputs = list(harness.on_every_candidate(case, call, x.dtype, device, channels_last=last))
+    harness.check_every(outputs, reference.output_rule(x, w, b, *case.args))
+    strides = harness.expected_strides(case, x, w)
+    outputs.append(("fake", harness.forward(case, *map(to_meta, (x, w, b)))))
+    for name, y in outputs:
+        assert y.stride() == strides, f"{name}: strides {y.stride()}, not {strides}"
+    grads = harness.backward(case, grad, x, w)
+    reference.assert_gradients_accurate(grads, grad, x, w, *case.args)
+
+
+def to_meta(tensor):
+    """A tensor of the same strides without memory."""
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def run_chain(case, x, w, b, grad, device):
+    arguments = x, w, b, torch.full((1,), 0.25, dtype=x.dtype, device=device)
+    call = functools.partial(getattr(torch.ops.fastconvt, CHAIN), *arguments, *case.args, **BOUNDS)
+    outputs = harness.on_every_candidate(case, call, x.dtype, device, op=CHAIN)
+    harness.check_every(outputs, reference.chain_rule(*arguments, *case.args, **BOUNDS))
+    grad = reference.away_from_bounds(grad.narrow(-4, 0, 1), *arguments, *case.args, **BOUNDS)
+    mask = [True, True, b is not None, True]
+    grads = getattr(torch.ops.fastconvt, f"{CHAIN}_backward")(grad, *arguments, *case.args, mask, **BOUNDS)
+    grads = [g if asked else None for g, asked in zip(grads, mask, strict=True)]
+    reference.assert_chain_gradients_accurate(grads, grad, *arguments, *case.args, **BOUNDS)
+
+
+def illegal_problem(source, device):
+    call = draw_call(source.randint)
+
+    def run():
+        try:
+            getattr(torch.ops.fastconvt, call.op)(*call.make(device))
+        except RuntimeError as error:
+            assert str(error).startswith(f"{call.op}: "), f"an unexpected text: {error}"
+        else:
+            raise AssertionError("an illegal call was accepted")
+
+    return f"illegal {call}", run
+
+
+def run_problem(seed, number, device):
+    """Whether the problem was legal; what it raises is the failure."""
+    source = random.Random(f"{seed}-{number}")
+    legal = source.random() < 0.75
+    description, run = (legal_problem if legal else illegal_problem)(source, device)
+    try:
+        run()
+    except Exception as error:
+        error.add_note(description) if hasattr(error, "add_note") else print(description)
+        raise
+    return legal
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n\n")[1])
+    parser.add_argument("--seconds", type=float, default=60, help="stop after so long (default 60)")
+    parser.add_argument("--problems", type=int, default=sys.maxsize, help="or after so many problems")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first problem")
+    return parser.parse_args()
+
+
+def run_problems(options, start, counts):
+    """Run problems until time, number or failures are used up; `counts` tells the watching process how far it came."""
+    again = f"python -m tests.fuzz --device {options.device} --seed {options.seed} --problems 1 --first"
+    warnings.filterwarnings("ignore", message=".*deterministic.*")
+    shown = time.monotonic()
+    with harness.poisoned_memory(options.device):
+        while counts[DONE] < options.problems and counts[FAILURES] < MAX_FAILURES:
+            if time.monotonic() - start > options.seconds:
+                break
+            number = options.first + counts[DONE]
+            counts[DONE] += 1
+            try:
+                counts[LEGAL] += run_problem(options.seed, number, options.device)
+            except Exception:
+                counts[FAILURES] += 1
+                traceback.print_exc()
+                print(f"FAILED, repeat with: {again} {number}", flush=True)
+            if time.monotonic() - shown > 10:
+                shown = time.monotonic()
+                print(f"{counts[DONE]} problems in {shown - start:.0f} s, {counts[FAILURES]} failures", flush=True)
+
+
+def main():
+    options = parse_arguments()
+    start, context = time.monotonic(), multiprocessing.get_context("spawn")
+    counts = context.Array("q", 3, lock=False)
+    while (
+        True
+    ):  # another process runs the problems; where it dies, by a fault of memory for instance, a new one goes on
+        worker = context.Process(target=run_problems, args=(options, start, counts))
+        worker.start()
+        worker.join()
+        if worker.exitcode == 0:
+            break
+        counts[FAILURES] += 1
+        last = options.first + counts[DONE] - 1
+        print(
+            f"DIED with {worker.exitcode} in problem {last} of seed {options.seed}, or through one before it",
+            flush=True,
+        )
+        if counts[DONE] == 0:
+            break
+    illegal = counts[DONE] - counts[LEGAL] - counts[FAILURES]
+    totals = f"{counts[DONE]} problems, {illegal} illegal, {counts[FAILURES]} failures"
+    print(f"{totals} (seed {options.seed}, {time.monotonic() - start:.0f} s)")
+    return 1 if counts[FAILURES] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

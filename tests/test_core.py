@@ -1,0 +1,190 @@
+"""csrc/core against brute force, and against the Python functions that fakes use."""
+
+import hashlib
+import importlib.util
+import itertools
+import os
+import random
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies
+
+from fastconvt import _shapes
+from tests.cases import BY_NAME, CASES, cases
+from tests.illegal import CHAIN, INT64_MAX, INT64_MIN, LISTS, draw_call, legal_call
+
+ROOT = Path(__file__).parent.parent
+SOURCES = (Path(__file__).with_name("core_binding.cpp"), ROOT / "csrc" / "core" / "arguments.cpp")
+integers = strategies.integers
+
+
+@pytest.fixture(scope="session")
+def core():
+    """csrc/core as a Python module, compiled once for each version of the sources."""
+    pybind11 = pytest.importorskip("pybind11")
+    if not SOURCES[1].exists():
+        pytest.skip("csrc/core is not beside the tests")
+    text = b"".join(path.read_bytes() for path in (SOURCES[0], *sorted(SOURCES[1].parent.glob("*"))))
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    folder = Path(tempfile.gettempdir()) / f"fastconvt_core_{os.getuid()}_{hashlib.sha256(text).hexdigest()[:16]}"
+    library = folder / f"core_binding{suffix}"
+    if not library.exists():
+        folder.mkdir(exist_ok=True)
+        includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+        fresh = folder / f"{os.getpid()}{suffix}"
+        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-shared", "-fPIC", *includes, *SOURCES]
+        subprocess.run([*map(str, command), "-o", str(fresh)], check=True)
+        fresh.replace(library)
+    spec = importlib.util.spec_from_file_location("core_binding", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@strategies.composite
+def axes(draw):
+    size, kernel, stride, dilation = (draw(integers(1, n)) for n in (9, 7, 9, 9))
+    output_padding = draw(integers(0, max(stride, dilation) - 1))
+    span = (size - 1) * stride + dilation * (kernel - 1) + output_padding
+    return size, kernel, stride, draw(integers(0, span // 2)), output_padding, dilation
+
+
+@settings(max_examples=300)
+@given(axes())
+def test_phases_cover_every_output_once(core, parameters):
+    axis = core.Axis(*parameters)
+    size, kernel, stride, padding, output_padding, dilation = parameters
+    assert axis.out() == (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+    covered = []
+    for r in range(stride):
+        outputs = [axis.first_output(r) + j * stride for j in range(axis.num_outputs(r))]
+        assert all(axis.phase(o) == r and axis.base(o) * stride + r == o + padding for o in outputs)
+        covered += outputs
+    assert sorted(covered) == list(range(axis.out()))
+
+
+@settings(max_examples=300)
+@given(axes())
+def test_taps_and_offsets_of_every_output(core, parameters):
+    axis = core.Axis(*parameters)
+    _, kernel, stride, padding, _, dilation = parameters
+    for o in range(axis.out()):
+        r = axis.phase(o)
+        expected = [t for t in range(kernel) if (o + padding - t * dilation) % stride == 0]
+        assert list(range(axis.first_tap(r), kernel, axis.tap_step())) == expected
+        assert axis.num_taps(r) == len(expected)
+        for t in expected:
+            assert axis.base(o) + axis.offset(r, t) == (o + padding - t * dilation) // stride
+
+
+def count_pairs(parameters, out):
+    size, kernel, stride, padding, _, dilation = parameters
+    pairs = itertools.product(range(size), range(kernel))
+    return sum(0 <= i * stride - padding + t * dilation < out for i, t in pairs)
+
+
+@settings(max_examples=300)
+@given(axes())
+def test_pairs_are_the_useful_multiplications(core, parameters):
+    axis = core.Axis(*parameters)
+    assert axis.num_pairs() == count_pairs(parameters, axis.out())
+
+
+def check_in_python(op, spatial, tensors, lists, groups):
+    """The output's shape or the text of the error."""
+    meta = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in tensors.items()}
+    stride, padding, output_padding, dilation = (lists[key] for key in LISTS)
+    try:
+        call = _shapes.check_call(op, spatial, meta, stride, padding, output_padding, groups, dilation)
+    except RuntimeError as error:
+        return str(error)
+    return tuple(call.shape)
+
+
+def check_in_cpp(core, op, spatial, tensors, lists, groups):
+    described = [
+        (name, list(shape), str(dtype).removeprefix("torch."), device)
+        for name, (shape, dtype, device) in tensors.items()
+    ]
+    stride, padding, output_padding, dilation = (lists[key] for key in LISTS)
+    try:
+        problem = core.check_arguments(op, spatial, described, stride, padding, output_padding, groups, dilation)
+    except RuntimeError as error:
+        return str(error)
+    batch = (problem.batch,) * (len(tensors["input"][0]) == spatial + 2)
+    return (*batch, problem.out_channels, *(axis.out() for axis in problem.axis[3 - spatial :]))
+
+
+def arguments_of(call):
+    tensors = {name: (shape, dtype, "meta") for name, (shape, dtype) in call.tensors.items()}
+    return call.op, call.spatial, tensors, call.lists, call.groups
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_python_and_cpp_agree_on_legal_calls(core, case):
+    arguments = arguments_of(legal_call(case, case.op))
+    assert check_in_python(*arguments) == check_in_cpp(core, *arguments) == case.output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_python_and_cpp_agree_on_illegal_calls(core, seed):
+    source = random.Random(seed)
+    for _ in range(400):
+        call = draw_call(source.randint, spoil=source.randint(1, 2))
+        call.op = call.op.removesuffix("_backward")
+        call.tensors.pop("grad_output", None)  # which only Python checks
+        arguments = arguments_of(call)
+        tensors = arguments[2]
+        if source.randint(0, 9) == 0:
+            name = source.choice(sorted(tensors))
+            tensors[name] = (*tensors[name][:2], "cpu")
+        in_python, in_cpp = check_in_python(*arguments), check_in_cpp(core, *arguments)
+        if call.op == CHAIN and not isinstance(in_cpp, str):
+            in_cpp = (*in_cpp[:-4], 1, *in_cpp[-3:])
+        assert in_python == in_cpp, arguments
+
+
+@pytest.mark.parametrize("key", [*LISTS, "groups"])
+@pytest.mark.parametrize("value", [INT64_MIN, INT64_MIN + 1, -1, 2**31, 2**62, INT64_MAX - 1, INT64_MAX])
+def test_python_and_cpp_agree_on_huge_values(core, key, value):
+    for case in (BY_NAME["unequal_2d"], BY_NAME["one_pixel_3d"], BY_NAME["unbatched_1d"]):
+        call = legal_call(case, case.op)
+        if key == "groups":
+            call.groups = value
+        else:
+            call.lists[key][0] = value
+        arguments = arguments_of(call)
+        assert check_in_python(*arguments) == check_in_cpp(core, *arguments)
+
+
+@pytest.mark.parametrize("subtrahend", [(), (1,), (1, 1, 1), (2,), (0,), (1, 3)])
+def test_python_and_cpp_agree_on_the_subtrahend(core, subtrahend):
+    call = legal_call(BY_NAME["reference_3d"], CHAIN)
+    call.tensors["subtrahend"] = (subtrahend, torch.float32)
+    arguments = arguments_of(call)
+    in_python, in_cpp = check_in_python(*arguments), check_in_cpp(core, *arguments)
+    if isinstance(in_python, str):
+        assert in_python == in_cpp
+    else:
+        assert in_python == (2, 1, *in_cpp[2:])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.batched], ids=str)
+def test_counts_of_a_problem(core, case):
+    op, spatial, tensors, lists, groups = arguments_of(legal_call(case, case.op))
+    described = [(name, list(shape), "float32", "cpu") for name, (shape, _, _) in tensors.items()]
+    ordered = [lists["stride"], lists["padding"], lists["output_padding"], groups, lists["dilation"]]
+    problem = core.check_arguments(op, spatial, described, *ordered)
+    pairs = 1
+    for i in range(spatial):
+        parameters = (case.input[2 + i], case.weight[2 + i], *(lists[key][i] for key in LISTS))
+        pairs *= count_pairs(parameters, case.output[2 + i])
+    assert problem.macs() == case.input[0] * case.input[1] * case.weight[1] * pairs
+    elements = sum(torch.Size(shape).numel() for shape in (case.input, case.weight, case.output))
+    assert problem.bytes() == 4 * elements
