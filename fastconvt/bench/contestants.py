@@ -1,0 +1,122 @@
+"""What is timed: fastconvt and its peers, each a function from a layer's tensors to its output.
+
+A new peer is one function and one row of PEERS.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+import fastconvt
+from fastconvt.bench.layers import Layer, Tensors
+
+Forward = Callable[[Tensors], torch.Tensor]
+Call = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def fused_tail(conv: torch.Tensor, subtrahend: torch.Tensor) -> torch.Tensor:
+    """What the fused operator does after the convolution, in PyTorch."""
+    value = torch.logsumexp(conv, dim=1, keepdim=True)
+    value = value * torch.sigmoid(value + 3) / 6
+    return torch.clamp(value - subtrahend, -1, 1)
+
+
+def pytorch(layer: Layer, tensors: Tensors) -> torch.Tensor:
+    """The layer in plain PyTorch."""
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[layer.dimensions - 1]
+    out = function(tensors.input, tensors.weight, tensors.bias, **layer.options)
+    return fused_tail(out, tensors.subtrahend) if layer.fused else out
+
+
+def ours(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
+    function = getattr(fastconvt, layer.operator)
+    if layer.fused:
+        return lambda t: function(t.input, t.weight, t.bias, t.subtrahend, **layer.options), tensors
+    return lambda t: function(t.input, t.weight, t.bias, **layer.options), tensors
+
+
+def eager(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
+    return lambda t: pytorch(layer, t), tensors
+
+
+def eager_other_layout(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors] | None:
+    """Eager in the layout that the data does not have: it pays for converting input and output, not the weight."""
+    if layer.dimensions == 1:
+        return None
+    here, there = layer.memory_format("contiguous"), layer.memory_format("channels_last")
+    if layout == "channels_last":
+        here, there = there, here
+
+    def forward(t: Tensors) -> torch.Tensor:
+        converted = replace(t, input=t.input.contiguous(memory_format=there))
+        return pytorch(layer, converted).contiguous(memory_format=here)
+
+    return forward, replace(tensors, weight=tensors.weight.contiguous(memory_format=there))
+
+
+def compiled(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
+    torch._dynamo.reset()  # every layer runs the same code object, whose compiled versions are limited in number
+    return torch.compile(lambda t: pytorch(layer, t), dynamic=False, fullgraph=True), tensors
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of PEERS: ``column`` in the results, ``title`` in the table, the modes it can run, the default devices."""
+
+    column: str
+    title: str
+    build: Callable[[Layer, Tensors, str], tuple[Forward, Tensors] | None]
+    modes: tuple[str, ...] = ("forward", "backward", "train")
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+PEERS = {
+    "eager": Peer("eager_ms", "PyTorch", eager),
+    "other": Peer("eager_other_layout_ms", "other layout", eager_other_layout),
+    # A compiled backward may free what it needs, so it cannot be repeated on its own.
+    "compile": Peer("compile_ms", "torch.compile", compiled, modes=("forward", "train"), devices=("cuda",)),
+}
+
+
+def build_calls(layer: Layer, tensors: Tensors, layout: str, mode: str, peers: list[str]) -> dict[str, Call]:
+    """What to time, by name: ``ours``, then the peers that the layer and the mode have."""
+    builders = {"ours": ours} | {name: PEERS[name].build for name in peers if mode in PEERS[name].modes}
+    contestants = {name: build(layer, tensors, layout) for name, build in builders.items()}
+    return {name: in_mode(*found, mode) for name, found in contestants.items() if found is not None}
+
+
+def in_mode(forward: Forward, tensors: Tensors, mode: str) -> Call:
+    """A call without arguments that runs the forward pass, the backward pass or both; its results are fresh tensors.
+
+    The backward pass gives the gradients of everything that can have one: input, weight, bias and subtrahend.
+    """
+    if mode == "forward":
+
+        def infer():
+            with torch.no_grad():
+                return (forward(tensors),)
+
+        return infer
+
+    leaves = [t.detach().requires_grad_() for t in tensors.leaves]
+    fresh = iter(leaves)
+    names = ("input", "weight", "bias", "subtrahend")
+    tensors = replace(tensors, **{name: next(fresh) for name in names if getattr(tensors, name) is not None})
+    if mode == "train":
+
+        def train():
+            out = forward(tensors)
+            return out.detach(), *torch.autograd.grad(out, leaves, tensors.grad_output)
+
+        return train
+
+    graph = []  # the forward pass runs once, at the first call, which is never timed
+
+    def backward():
+        if not graph:
+            graph.append(forward(tensors))
+        return torch.autograd.grad(graph[0], leaves, tensors.grad_output, retain_graph=True)
+
+    return backward
