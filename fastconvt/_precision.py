@@ -30,13 +30,13 @@ def _own_precision(holders: tuple) -> str:
     return "none" if inherited else setting
 
 
-def _tune() -> Callable[[], None]:
+def _make_deterministic() -> Callable[[], None]:
     cudnn = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
-    cudnn.enabled = cudnn.benchmark = cudnn.deterministic = True
+    before = cudnn.enabled, cudnn.deterministic
+    cudnn.enabled = cudnn.deterministic = True
 
     def restore() -> None:
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before
+        cudnn.enabled, cudnn.deterministic = before
 
     return restore
 
@@ -85,18 +85,19 @@ class _Hold:
                 self._restore()
 
 
-_TUNED, _WITHOUT_TF32, _WITHOUT_ONEDNN = _Hold(_tune), _Hold(_forbid_tf32), _Hold(_disable_onednn)
+_DETERMINISTIC, _WITHOUT_TF32, _WITHOUT_ONEDNN = map(_Hold, (_make_deterministic, _forbid_tf32, _disable_onednn))
 
 
 @contextlib.contextmanager
 def aten_convolutions(device: torch.device, allow_tf32: bool, onednn: bool = True) -> Iterator[None]:
-    """Make ATen's convolutions on a GPU run in cuDNN, tuned and deterministic, and without TF32 unless it is allowed.
+    """Make ATen's convolutions on a GPU run in cuDNN, deterministic, and without TF32 unless it is allowed.
 
-    On the CPU, make them run without oneDNN unless ``onednn`` is True. The settings are process-wide and are put back
-    exactly. TF32 is only ever taken away from other threads, never given to them: where PyTorch's setting forbids it,
+    Whether cuDNN searches for its fastest algorithm stays the user's choice: ``torch.backends.cudnn.benchmark``. On the
+    CPU, make them run without oneDNN unless ``onednn`` is True. The settings are process-wide and are put back exactly.
+    TF32 is only ever taken away from other threads, never given to them: where PyTorch's setting forbids it,
     ``allow_tf32`` has no effect here.
     """
-    holds = [_TUNED, *([] if allow_tf32 else [_WITHOUT_TF32])] if device.type == "cuda" else []
+    holds = [_DETERMINISTIC, *([] if allow_tf32 else [_WITHOUT_TF32])] if device.type == "cuda" else []
     if device.type == "cpu" and not onednn:
         holds.append(_WITHOUT_ONEDNN)
     with contextlib.ExitStack() as stack:

@@ -67,6 +67,8 @@ def plan(
 def force(candidate: str) -> Iterator[None]:
     """Make every call in the block, in any thread, use the candidate of this name, as :func:`plan` lists them.
 
+    It does not touch calls of operators and on devices for which there is no candidate of this name.
+
     Raises:
         ValueError: where no candidate has the name. A call that the candidate cannot make raises RuntimeError.
     """

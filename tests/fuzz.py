@@ -42,14 +42,16 @@ def legal_problem(source, device):
     grad = make_view(source, case.grad_output(dtype, device, seed=source.getrandbits(32)))
     chain = case.ndim == 3 and source.random() < 0.4
     strides = {"input": x.stride(), "weight": w.stride(), "grad_output": grad.stride()}
+    # cuDNN searches for its algorithm at each new shape, which takes longer than all the rest.
+    skip = ("aten",) if device != "cpu" and source.random() < 0.9 else ()
     run = run_chain if chain else run_convolution
-    return f"{'chain of ' * chain}{case}: {case!r} {dtype} {strides}", lambda: run(case, x, w, b, grad, device)
+    return f"{'chain of ' * chain}{case}: {case!r} {dtype} {strides}", lambda: run(case, x, w, b, grad, device, skip)
 
 
-def run_convolution(case, x, w, b, grad, device):
+def run_convolution(case, x, w, b, grad, device, skip):
     last = harness.is_channels_last(x if case.batched else x[None]) or harness.is_channels_last(w)
     call = functools.partial(harness.forward, case, x, w, b)
-    outputs = list(harness.on_every_candidate(case, call, x.dtype, device, channels_last=last))
+    outputs = list(harness.on_every_candidate(case, call, x.dtype, device, channels_last=last, skip=skip))
     harness.check_every(outputs, reference.output_rule(x, w, b, *case.args))
     strides = harness.expected_strides(case, x, w)
     outputs.append(("fake", harness.forward(case, *map(to_meta, (x, w, b)))))
@@ -66,10 +68,10 @@ def to_meta(tensor):
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def run_chain(case, x, w, b, grad, device):
+def run_chain(case, x, w, b, grad, device, skip):
     arguments = x, w, b, torch.full((1,), 0.25, dtype=x.dtype, device=device)
     call = functools.partial(getattr(torch.ops.fastconvt, CHAIN), *arguments, *case.args, **BOUNDS)
-    outputs = harness.on_every_candidate(case, call, x.dtype, device, op=CHAIN)
+    outputs = harness.on_every_candidate(case, call, x.dtype, device, op=CHAIN, skip=skip)
     harness.check_every(outputs, reference.chain_rule(*arguments, *case.args, **BOUNDS))
     grad = reference.away_from_bounds(grad.narrow(-4, 0, 1), *arguments, *case.args, **BOUNDS)
     mask = [True, True, b is not None, True]
@@ -141,9 +143,8 @@ def main():
     options = parse_arguments()
     start, context = time.monotonic(), multiprocessing.get_context("spawn")
     counts = context.Array("q", 3, lock=False)
-    while (
-        True
-    ):  # another process runs the problems; where it dies, by a fault of memory for instance, a new one goes on
+    # Another process runs the problems; where it dies, by a fault of memory for instance, a new one goes on.
+    while True:
         worker = context.Process(target=run_problems, args=(options, start, counts))
         worker.start()
         worker.join()

@@ -36,9 +36,11 @@ def candidates(case, dtype, device, op=None, channels_last=False):
     return names
 
 
-def on_every_candidate(case, call, dtype, device, op=None, channels_last=False):
-    """(name, call()) with each candidate of the plan forced."""
+def on_every_candidate(case, call, dtype, device, op=None, channels_last=False, skip=()):
+    """(name, call()) with each candidate of the plan forced, but those to ``skip``."""
     for name in candidates(case, dtype, device, op, channels_last):
+        if name in skip:
+            continue
         with fastconvt.force(name):
             yield name, call()
 

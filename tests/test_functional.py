@@ -200,7 +200,7 @@ def test_aten_runs_without_tf32_and_settings_are_put_back(state):
     cudnn = torch.backends.cudnn
     device = torch.device("cuda")  # settings are process-wide: no GPU is needed to change them
     with _precision.aten_convolutions(device, allow_tf32=False):
-        assert cudnn.conv.fp32_precision != "tf32" and cudnn.enabled and cudnn.benchmark and cudnn.deterministic
+        assert cudnn.conv.fp32_precision != "tf32" and cudnn.enabled and cudnn.deterministic and not cudnn.benchmark
         with _precision.aten_convolutions(device, allow_tf32=False):
             pass
         assert cudnn.conv.fp32_precision != "tf32" and cudnn.deterministic

@@ -42,8 +42,8 @@ struct Plan {
   std::string to_line() const;
 };
 
-// `forced` names the candidate to use, "" leaves the choice to the costs. Throws std::runtime_error where the forced
-// candidate does not exist on the device or cannot make the call.
+// `forced` names the candidate to use, "" leaves the choice to the costs, and so does a candidate of other operations
+// or devices. Throws std::runtime_error where the forced candidate is one for such calls and cannot make this one.
 Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced);
 
 // Whether some device has a candidate of this name.
