@@ -126,9 +126,9 @@ Tensor aten_convolution(const Call& call, bool in_float32) {
 
 }  // namespace
 
-Call make_call(const char* op, int spatial, const Tensor& input, const Tensor& weight,
-               const std::optional<Tensor>& bias, const std::optional<Tensor>& subtrahend, IntList stride,
-               IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
+Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
+               IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
+  const auto& [input, weight, bias, subtrahend, grad_output] = tensors;
   Arguments arguments{op,
                       spatial,
                       {describe("input", input), describe("weight", weight)},
@@ -139,6 +139,7 @@ Call make_call(const char* op, int spatial, const Tensor& input, const Tensor& w
                       groups};
   if (bias) arguments.tensors.push_back(describe("bias", *bias));
   if (subtrahend) arguments.tensors.push_back(describe("subtrahend", *subtrahend));
+  if (grad_output) arguments.tensors.push_back(describe("grad_output", *grad_output));
   Call call{subtrahend ? Operation::kLogSumExpHardswish : Operation::kConvTranspose,
             check_arguments(arguments),
             spatial,

@@ -27,11 +27,18 @@ struct Call {
   std::optional<Tensor> bias;
 };
 
-// Checks the arguments and makes the tensors dense; nothing is allocated before the checks have passed. With a
-// subtrahend, the call is of the chain.
-Call make_call(const char* op, int spatial, const Tensor& input, const Tensor& weight,
-               const std::optional<Tensor>& bias, const std::optional<Tensor>& subtrahend, IntList stride,
-               IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
+// The tensors of a call; those that an operator does not have are absent. With a subtrahend, the call is of the chain.
+struct Tensors {
+  Tensor input;
+  Tensor weight;
+  std::optional<Tensor> bias;
+  std::optional<Tensor> subtrahend;
+  std::optional<Tensor> grad_output;
+};
+
+// Checks the arguments and makes input, weight and bias dense; nothing is allocated before the checks have passed.
+Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
+               IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
 
 // A tensor of the output's shape with this many channels, in this layout, uninitialised.
 Tensor allocate_output(const Call& call, int64_t channels, Layout layout);

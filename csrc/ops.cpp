@@ -40,6 +40,12 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "SymInt[3] dilation, bool[4] output_mask, *, float min=-1.0, float max=1.0, bool allow_tf32=False) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
+  // The kernels behind the chain's backward operator, where its plan chooses them.
+  m.def(
+      "_logsumexp_hardswish_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, Tensor subtrahend, "
+      "SymInt[3] stride, SymInt[3] padding, SymInt[3] output_padding, SymInt groups, SymInt[3] dilation, "
+      "bool[4] output_mask, float min, float max) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // For each device's library: what the plan would choose and why, as JSON; and the candidate that every following call
   // must use ("" for the plan's own choice), which returns the one before.
   m.def(

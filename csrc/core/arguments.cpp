@@ -27,6 +27,7 @@ class Checker {
     for (const TensorInfo& t : a.tensors) {
       if (std::string(t.name) == "bias") bias = &t;
       if (std::string(t.name) == "subtrahend") subtrahend = &t;
+      if (std::string(t.name) == "grad_output") grad_output = &t;
     }
   }
 
@@ -39,7 +40,9 @@ class Checker {
       fail("expected subtrahend to have one element, but got subtrahend of size " + str(subtrahend->sizes));
     }
     check_output();
-    return build();
+    Problem built = build();
+    if (grad_output) check_grad_output(built);
+    return built;
   }
 
  private:
@@ -68,7 +71,7 @@ class Checker {
     const int rank = int(input.sizes.size());
     if (rank != n + 1 && rank != n + 2) {
       fail("Expected " + std::to_string(n + 1) + "D (unbatched) or " + std::to_string(n + 2) + "D (batched) input to " +
-           a.op + ", but got input of size: " + str(input.sizes));
+           plain_op() + ", but got input of size: " + str(input.sizes));
     }
     if (int(weight.sizes.size()) != n + 2) {
       fail("expected " + std::to_string(n + 2) + "D weight, but got weight of size " + str(weight.sizes));
@@ -156,6 +159,22 @@ class Checker {
     }
   }
 
+  void check_grad_output(const Problem& p) const {
+    List expected(input.sizes.begin(), input.sizes.end() - a.spatial - 1);
+    expected.push_back(subtrahend ? 1 : p.out_channels);
+    for (int i = 3 - a.spatial; i < 3; ++i) expected.push_back(p.axis[i].out());
+    if (grad_output->sizes != expected) {
+      fail("expected grad_output of size " + str(expected) + ", but got grad_output of size " +
+           str(grad_output->sizes));
+    }
+  }
+
+  // The operator whose gradients are computed, or the operator itself.
+  std::string plain_op() const {
+    const size_t suffix = a.op.rfind("_backward");
+    return suffix == std::string::npos ? a.op : a.op.substr(0, suffix);
+  }
+
   Problem build() const {
     Problem p;
     p.dtype = input.dtype == "float32"   ? DType::kFloat32
@@ -185,6 +204,7 @@ class Checker {
   const TensorInfo& weight;
   const TensorInfo* bias = nullptr;
   const TensorInfo* subtrahend = nullptr;
+  const TensorInfo* grad_output = nullptr;
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ struct TensorInfo {
 struct Arguments {
   std::string op;                   // the operator's name, which begins every message
   int spatial;                      // its number of spatial axes, 1 to 3
-  std::vector<TensorInfo> tensors;  // "input", "weight", then "bias" and "subtrahend" where they are given
+  std::vector<TensorInfo> tensors;  // "input", "weight"; then "bias", "subtrahend", "grad_output" where they are given
   std::vector<int64_t> stride;      // each list has one element, or one for each spatial axis
   std::vector<int64_t> padding;
   std::vector<int64_t> output_padding;

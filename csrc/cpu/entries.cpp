@@ -50,7 +50,7 @@ template <int kSpatial>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
                       IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
   static const char* const kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
-  const Call call = make_call(kNames[kSpatial - 1], kSpatial, input, weight, bias, std::nullopt, stride, padding,
+  const Call call = make_call(kNames[kSpatial - 1], kSpatial, {input, weight, bias, {}, {}}, stride, padding,
                               output_padding, groups, dilation, allow_tf32);
   const Layout layout = call.problem.layout;
   if (call.problem.batch == 0) {
@@ -69,7 +69,7 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<T
 Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
                            const Tensor& subtrahend, IntList stride, IntList padding, IntList output_padding,
                            int64_t groups, IntList dilation, double min, double max, bool allow_tf32) {
-  const Call call = make_call("conv_transpose3d_logsumexp_hardswish", 3, input, weight, bias, subtrahend, stride,
+  const Call call = make_call("conv_transpose3d_logsumexp_hardswish", 3, {input, weight, bias, subtrahend, {}}, stride,
                               padding, output_padding, groups, dilation, allow_tf32);
   const Layout layout = Layout::kContiguous;  // one channel: both layouts are the same memory
   Tensor output = allocate_output(call, 1, layout);

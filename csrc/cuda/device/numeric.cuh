@@ -1,0 +1,46 @@
+// Element types and the types they are accumulated in.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fastconvt::cuda {
+
+template <typename T>
+struct Accumulator {
+  using type = float;
+};
+template <>
+struct Accumulator<double> {
+  using type = double;
+};
+template <typename T>
+using accumulator_t = typename Accumulator<T>::type;
+
+__device__ inline float to_accumulator(float x) { return x; }
+__device__ inline double to_accumulator(double x) { return x; }
+__device__ inline float to_accumulator(__half x) { return __half2float(x); }
+__device__ inline float to_accumulator(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Rounds to nearest even, once.
+template <typename T>
+__device__ inline T from_accumulator(accumulator_t<T> x) {
+  if constexpr (sizeof(T) != 2) {
+    return x;
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// kCount values side by side, moved as one or two vector accesses.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
+  T value[kCount];
+};
+
+}  // namespace fastconvt::cuda

@@ -1,0 +1,37 @@
+// The CUDA kernels as the entries see them: each launcher picks a tile and a template instance, launches on `stream`
+// and returns. None allocates, synchronises or keeps state, so all can be captured in a graph as the very first call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../core/problem.h"
+
+namespace fastconvt::cuda {
+
+// Whether this library's kernels can run on the current device: cudaSuccess, or why not.
+cudaError_t probe_image();
+
+// output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. Float32 is true
+// float32, float16 and bfloat16 accumulate in float32 and round once. cudaErrorNotSupported: an attribute or a kernel's
+// extent of 2^29 or more, or batch, channels, depth or height of 2^30 or more; tensors and the last axis may be larger.
+cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                          cudaStream_t stream);
+
+// output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
+// max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or
+// the inner products' length, of 2^30 or more.
+cudaError_t launch_logsumexp_hardswish(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                       const void* subtrahend, double min, double max, void* output,
+                                       cudaStream_t stream);
+
+// Its gradients; any of the four may be null. grad_output is (batch, 1, D', H', W'), contiguous; the others are laid
+// out as what they are the gradients of. The workspace is device memory, aligned to 16 bytes, of the size that
+// logsumexp_hardswish_backward_workspace() tells: some 200 MB, more only where the weight alone needs it.
+int64_t logsumexp_hardswish_backward_workspace(const Problem& problem);
+cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const void* grad_output, const void* input,
+                                                const void* weight, const void* bias, const void* subtrahend,
+                                                double min, double max, void* grad_input, void* grad_weight,
+                                                void* grad_bias, void* grad_subtrahend, void* workspace,
+                                                cudaStream_t stream);
+
+}  // namespace fastconvt::cuda
