@@ -37,3 +37,11 @@ build_wheel() {
   python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
   wheel=$(echo dist/fastconvt-*.whl)
 }
+
+# Makes the current folder a copy of the tree without fastconvt/, so that nothing but the installed wheel is imported.
+stage_tests() {
+  stage=$(mktemp -d)
+  trap 'rm -rf "$stage"' EXIT
+  cp -r benchmarks csrc examples tests pyproject.toml setup.py README.md LICENSE "$stage"
+  cd "$stage"
+}

@@ -13,11 +13,7 @@ install "$wheel[test]"
 install --force-reinstall --no-deps "$wheel"
 root=$PWD
 
-# The tests run in a copy of the tree without fastconvt/, so that nothing but the installed wheel can be imported.
-stage=$(mktemp -d)
-trap 'rm -rf "$stage"' EXIT
-cp -r benchmarks csrc examples tests pyproject.toml setup.py README.md LICENSE "$stage"
-cd "$stage"
+stage_tests
 say "what is installed"
 python -m fastconvt.info
 say "the tests"

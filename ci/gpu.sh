@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# On a machine with an NVIDIA GPU: the tests that need it, the fuzzer, the sanitizers and the benchmark.
+#
+#   bash ci/gpu.sh              builds the wheel into .venv
+#   bash ci/gpu.sh WHEEL [OUT]  takes a wheel that was built elsewhere, and the torch and test packages of python3;
+#                               nothing is downloaded. Results go to the folder OUT (default out/)
+source "$(dirname "$0")/setup.sh"
+
+has_gpu || die "this needs an NVIDIA GPU, and nvidia-smi shows none."
+out=$(realpath -m "${2:-out}")
+mkdir -p "$out"
+if [ $# -gt 0 ]; then
+  site=$(mktemp -d)
+  python3 -m pip install --quiet --no-index --no-deps --target "$site" "$1"
+  export PYTHONPATH=$site
+  python() { python3 "$@"; }
+else
+  use_environment
+  install_build_requirements
+  FASTCONVT_CUDA=1 build_wheel
+  install "$wheel[test]"
+fi
+stage_tests
+say "what is installed"
+python -m fastconvt.info
+say "the tests that need a GPU"
+python -m pytest -q -m gpu
+say "the fuzzer"
+python -m tests.fuzz --device cuda --seconds 300 --problems 5000
+say "the benchmark"
+python -m fastconvt.bench --suite reference --csv "$out/reference.csv" --plot "$out/reference.png"
+if command -v compute-sanitizer >/dev/null; then
+  for tool in memcheck racecheck; do
+    say "$tool"
+    compute-sanitizer --tool $tool --target-processes all --error-exitcode 1 \
+      python3 -m tests.fuzz --device cuda --seconds 60 --problems 40 --seed 5
+  done
+fi
