@@ -10,7 +10,8 @@ namespace fastconvt::cuda {
 bool chain_supports(const Problem& problem) {
   constexpr int64_t kLimit = kMaxAttribute;
   if (problem.in_channels >= kLimit || problem.out_channels >= kLimit) return false;
-  if (problem.kernel_positions() * std::max(problem.in_channels_per_group(), problem.out_channels_per_group()) >= kLimit) {
+  if (problem.kernel_positions() * std::max(problem.in_channels_per_group(), problem.out_channels_per_group()) >=
+      kLimit) {
     return false;
   }
   return std::all_of(problem.axis.begin(), problem.axis.end(), [](const Axis& axis) {
@@ -49,7 +50,8 @@ CellAxis make_cell_axis(const Axis& axis, int out_begin, int out_end) {
           static_cast<int>(std::min<int64_t>(axis.stride, out_end - out_begin))};
 }
 
-int64_t plan_shared_memory(int64_t phases, int64_t all_rows, int columns, int64_t accumulator_size, RowProduct& product) {
+int64_t plan_shared_memory(int64_t phases, int64_t all_rows, int columns, int64_t accumulator_size,
+                           RowProduct& product) {
   constexpr int64_t kResidentBytes = 32 << 10;
   constexpr int64_t kChunkBytes = 16 << 10;
   const int64_t row_bytes = columns * accumulator_size;
@@ -64,14 +66,16 @@ int64_t plan_chain_memory(const Problem& problem, int columns, int64_t accumulat
                             params.product);
 }
 
-int64_t persistent_blocks(const void* kernel, int64_t shared_bytes, int64_t items) {
-  int device = 0, multiprocessors = 0, blocks = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared_bytes) != cudaSuccess) {
-    return 0;
+cudaError_t count_blocks(const void* kernel, int64_t shared_bytes, int64_t items, int64_t& blocks) {
+  int device = 0, multiprocessors = 0, resident = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, shared_bytes);
   }
-  return std::min<int64_t>(items, int64_t{blocks} * multiprocessors);
+  if (error == cudaSuccess && resident == 0) error = cudaErrorInvalidConfiguration;
+  blocks = std::min<int64_t>(items, int64_t{resident} * multiprocessors);
+  return error;
 }
 
 ChainParams make_chain_params(const Problem& problem, const Window& window, int columns) {
@@ -166,11 +170,14 @@ cudaError_t launch_logsumexp_hardswish(const Problem& problem, const void* input
     return dispatch_columns<T>(problem.out_channels_per_group(), [&](auto columns) {
       ChainParams params = make_chain_params(problem, whole_window(problem), columns);
       params.input = input, params.weight = weight, params.bias = bias, params.subtrahend = subtrahend;
-      const OutputParams<T> to{static_cast<T*>(output), static_cast<accumulator_t<T>>(min), static_cast<accumulator_t<T>>(max)};
+      const OutputParams<T> to{static_cast<T*>(output), static_cast<accumulator_t<T>>(min),
+                               static_cast<accumulator_t<T>>(max)};
       const int64_t shared = plan_chain_memory(problem, columns, sizeof(accumulator_t<T>), params);
       const auto kernel = logsumexp_hardswish_kernel<T, columns>;
-      const int64_t grid = persistent_blocks(reinterpret_cast<const void*>(kernel), shared, params.items);
-      if (grid > 0) kernel<<<grid, kThreads, shared, stream>>>(params, to);
+      int64_t grid;
+      const cudaError_t error = count_blocks(reinterpret_cast<const void*>(kernel), shared, params.items, grid);
+      if (error != cudaSuccess) return error;
+      kernel<<<grid, kThreads, shared, stream>>>(params, to);
       return cudaGetLastError();
     });
   });

@@ -1,9 +1,9 @@
-// The fused chain clamp(h(logsumexp over channels of conv_transpose3d(x)) - subtrahend, min, max), h(v) = v * sigmoid(v + 3) / 6:
-// what its forward and its backward share. The convolution's output stays in registers.
+// The fused chain clamp(h(logsumexp over channels of conv_transpose3d(x)) - subtrahend, min, max), h(v) = v * sigmoid(v
+// + 3) / 6: what its forward and its backward share. The convolution's output stays in registers.
 //
 // u are the convolution's outputs times log2(e), S = sum over channels of 2^u, so that logsumexp = log2(S) * ln(2) and
-// sigmoid(logsumexp + 3) = S / (S + e^-3). A first attempt subtracts no maximum: 16 fewer instructions a channel and output.
-// Where some log2(S) leaves the safe range, or is NaN, the phase is made once more with the maximum.
+// sigmoid(logsumexp + 3) = S / (S + e^-3). A first attempt subtracts no maximum: 16 fewer instructions a channel and
+// output. Where some log2(S) leaves the safe range, or is NaN, the phase is made once more with the maximum.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,14 +66,16 @@ ChainParams make_chain_params(const Problem& problem, const Window& window, int 
 
 constexpr int kMaxPhases = 64;  // in a block's table
 
-// Bytes of shared memory for a table of phases and for rows of weights, `all_rows` in all; sets resident and chunk_rows.
-int64_t plan_shared_memory(int64_t phases, int64_t all_rows, int columns, int64_t accumulator_size, RowProduct& product);
+// Bytes of shared memory for a table of phases and for rows of weights, `all_rows` in all; sets resident and
+// chunk_rows.
+int64_t plan_shared_memory(int64_t phases, int64_t all_rows, int columns, int64_t accumulator_size,
+                           RowProduct& product);
 
 // The same for a chain.
 int64_t plan_chain_memory(const Problem& problem, int columns, int64_t accumulator_size, ChainParams& params);
 
-// Blocks of kThreads that fill the present device, at most `items`; 0 if the kernel cannot run on it.
-int64_t persistent_blocks(const void* kernel, int64_t shared_bytes, int64_t items);
+// How many blocks of kThreads fill the present device, at most `items`.
+cudaError_t count_blocks(const void* kernel, int64_t shared_bytes, int64_t items, int64_t& blocks);
 
 // Calls function with a compile-time number of channels for one thread, 4, 8 or 16: the least work for a group of
 // `channels`. 16 float64 accumulators a cell would not fit the registers.
@@ -173,7 +175,8 @@ struct Outputs {
 
   __device__ __forceinline__ Outputs(const ChainParams& p, const Phase& phase, const Place& place) {
 #pragma unroll
-    for (int a = 0; a < 3; ++a) at[a] = place.cells.coordinate[a] * p.axis[a].stride + phase.residue[a] - p.axis[a].padding;
+    for (int a = 0; a < 3; ++a)
+      at[a] = place.cells.coordinate[a] * p.axis[a].stride + phase.residue[a] - p.axis[a].padding;
     inside = place.active & (at[0] >= p.window.out_begin[0]) & (at[0] < p.window.out_end[0]) &
              (at[2] >= p.window.out_begin[2]) & (at[2] < p.window.out_end[2]);
   }
@@ -254,8 +257,8 @@ struct ChannelSum<Acc, true> {
   __device__ __forceinline__ Acc restore(Acc u) const { return Math::exp2(u - log2()); }
 };
 
-// One attempt at one phase: the epilogue gets add_block() with each channel block, and finish(). False, before finish(),
-// if it has to be repeated with the maximum.
+// One attempt at one phase: the epilogue gets add_block() with each channel block, and finish(). False, before
+// finish(), if it has to be repeated with the maximum.
 template <typename T, int kColumns, bool kCareful, typename Epilogue>
 __device__ __forceinline__ bool attempt_phase(const ChainParams& p, const Phase& phase, const Place& place,
                                               accumulator_t<T>* rows, Epilogue& epilogue) {
@@ -288,7 +291,7 @@ __device__ __forceinline__ bool attempt_phase(const ChainParams& p, const Phase&
 #pragma unroll
     for (int cell = 0; cell < kCells; ++cell) unsafe = unsafe | (outputs.exists(p, cell) & !total[cell].is_safe());
     // Where rows are staged, the whole block repeats together.
-    if (p.product.resident ? __any_sync(0xffffffffu, unsafe) : __syncthreads_or(unsafe)) return false;
+    if (p.product.resident ? __any_sync(kAllLanes, unsafe) : __syncthreads_or(unsafe)) return false;
   }
   epilogue.finish(p, phase, place, total, sum);
   return true;

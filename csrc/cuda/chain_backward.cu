@@ -9,7 +9,8 @@
 namespace fastconvt::cuda {
 namespace {
 
-constexpr int64_t kGradientBytes = int64_t{258} << 20;  // aim for the du of one window
+// Aim for the du of one window: what 32 batch entries of the 3D reference layer need, two full rounds of an H200.
+constexpr int64_t kGradientBytes = int64_t{258} << 20;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kMaxBlocks = 1024;
 constexpr int kMaxColumns = 16;
@@ -23,10 +24,12 @@ struct GradientParams {
   accumulator_t<T>* subtrahend_sums;
   accumulator_t<T> min, max;
   PhaseView view;  // of du
-  int64_t du_bytes[kMaxColumns][kCells];  // to a channel and cell of a thread: an address costs one addition of a constant
+  // To a channel of a block and a cell of a thread, from the first ones: an address costs one addition of a constant.
+  int64_t du_bytes[kMaxColumns][kCells];
 };
 
-// Writes du, and sums G and du over the thread's own outputs. Unless the channels are one block, du first holds what the channel sums return.
+// Writes du, and sums G and du over the thread's own outputs. Unless the channels are one block, du first holds what
+// the channel sums return.
 template <typename T, int kColumns, bool kOneBlock>
 struct StoreGradient {
   using Acc = accumulator_t<T>;
@@ -145,7 +148,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T>)
   StoreGradient<T, kColumns, kOneBlock> epilogue{g, thread_sums, Acc(0)};
   run_chain<T, kColumns>(p, shared + (kOneBlock ? kColumns * kThreads * sizeof(Acc) : 0), epilogue);
   if constexpr (kOneBlock) {
-    for (int channel = 0; channel < p.channels; ++channel) epilogue.add_to_warp(p, channel, thread_sums[channel * kThreads]);
+    for (int channel = 0; channel < p.channels; ++channel) {
+      epilogue.add_to_warp(p, channel, thread_sums[channel * kThreads]);
+    }
   }
   const Acc subtrahend_sum = warp_sum(epilogue.subtrahend_sum);
   if (threadIdx.x % kLanes == 0) g.subtrahend_sums[blockIdx.x * kWarps + threadIdx.x / kLanes] += subtrahend_sum;
@@ -170,19 +175,28 @@ struct BackwardCall {
       ChainParams p = make_chain_params(problem, window, columns);
       p.input = input, p.weight = weight, p.bias = bias, p.subtrahend = subtrahend;
       const bool one_block = p.product.blocks == 1;
-      GradientParams<T> g{grad_output, at(plan.gradient), at(plan.bias_sums), at(plan.subtrahend_sums),
-                          static_cast<Acc>(min), static_cast<Acc>(max), make_phase_view(problem, window), {}};
+      GradientParams<T> g{grad_output,
+                          at(plan.gradient),
+                          at(plan.bias_sums),
+                          at(plan.subtrahend_sums),
+                          static_cast<Acc>(min),
+                          static_cast<Acc>(max),
+                          make_phase_view(problem, window),
+                          {}};
       for (int c = 0; c < columns; ++c) {
         for (int cell = 0; cell < kCells; ++cell) {
           g.du_bytes[c][cell] = (c * g.view.cell.channel + cell * g.view.cell.axis[1]) * int64_t{sizeof(Acc)};
         }
       }
-      const int64_t shared =
-          plan_chain_memory(problem, columns, sizeof(Acc), p) + (one_block ? columns * kThreads * int64_t{sizeof(Acc)} : 0);
-      const auto kernel = one_block ? chain_gradient_kernel<T, columns, true> : chain_gradient_kernel<T, columns, false>;
-      const int64_t blocks = persistent_blocks(reinterpret_cast<const void*>(kernel), shared, p.items);
+      const int64_t shared = plan_chain_memory(problem, columns, sizeof(Acc), p) +
+                             (one_block ? columns * kThreads * int64_t{sizeof(Acc)} : 0);
+      const auto kernel =
+          one_block ? chain_gradient_kernel<T, columns, true> : chain_gradient_kernel<T, columns, false>;
+      int64_t blocks;
+      const cudaError_t error = count_blocks(reinterpret_cast<const void*>(kernel), shared, p.items, blocks);
+      if (error != cudaSuccess) return error;
       const int64_t grid = std::min(blocks, plan.slots / kWarps);
-      if (grid > 0) kernel<<<grid, kThreads, shared, stream>>>(p, g);
+      kernel<<<grid, kThreads, shared, stream>>>(p, g);
       return cudaGetLastError();
     });
   }
@@ -249,8 +263,8 @@ BackwardPlan plan_backward(const Problem& problem) {
     for (int a = 0; a < 3; ++a) {
       const Axis& axis = problem.axis[a];
       const int64_t length = (axis.in + plan.parts[a] - 1) / plan.parts[a];
-      const int64_t outputs = std::min(
-          axis.out(), length * axis.stride + axis.dilation * (axis.kernel - 1) + axis.output_padding + axis.padding + 1);
+      const int64_t outputs = std::min(axis.out(), length * axis.stride + axis.dilation * (axis.kernel - 1) +
+                                                       axis.output_padding + axis.padding + 1);
       const int64_t cells = (outputs - 1 + axis.stride - 1) / axis.stride + 1;
       elements *= cells * std::min(axis.stride, outputs);
     }
@@ -295,9 +309,21 @@ cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const vo
     using T = typename decltype(tag)::type;
     const auto in = [](const void* pointer) { return static_cast<const T*>(pointer); };
     const auto out = [](void* pointer) { return static_cast<T*>(pointer); };
-    const BackwardCall<T> call{problem, in(grad_output), in(input), in(weight), in(bias), in(subtrahend), min, max,
-                               out(grad_input), out(grad_weight), out(grad_bias), out(grad_subtrahend),
-                               static_cast<char*>(workspace), stream, plan_backward(problem)};
+    const BackwardCall<T> call{problem,
+                               in(grad_output),
+                               in(input),
+                               in(weight),
+                               in(bias),
+                               in(subtrahend),
+                               min,
+                               max,
+                               out(grad_input),
+                               out(grad_weight),
+                               out(grad_bias),
+                               out(grad_subtrahend),
+                               static_cast<char*>(workspace),
+                               stream,
+                               plan_backward(problem)};
     return call.run();
   });
 }

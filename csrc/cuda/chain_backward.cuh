@@ -9,8 +9,8 @@
 
 namespace fastconvt::cuda {
 
-// How the problem is cut, so that du of one window stays within the workspace, and what else lies there, by offset in bytes.
-// The partial sums come first; a slot belongs to one warp.
+// How the problem is cut, so that du of one window stays within the workspace, and what else lies there, by offset in
+// bytes. The partial sums come first; a slot belongs to one warp.
 struct BackwardPlan {
   int64_t batch;     // entries a window
   int64_t parts[3];  // of each axis of the input; 1 unless a single batch entry is too large

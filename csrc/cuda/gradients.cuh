@@ -10,9 +10,6 @@ namespace fastconvt::cuda {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int kLanes = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // Where the gradient of a window's outputs lies: phase by phase along each axis, so that threads on neighbouring cells
 // touch neighbouring elements. Places whose output does not exist are neither written nor read.
 struct PhaseView {
@@ -35,8 +32,8 @@ __device__ __forceinline__ Acc warp_sum(Acc value) {
   return value;
 }
 
-// The outputs that tap t reaches from inputs: from input i, along one axis, cell i + offset of the phase with this residue.
-// These exist for cells begin to begin + size - 1 of the view.
+// The outputs that tap t reaches from inputs: from input i, along one axis, cell i + offset of the phase with this
+// residue. These exist for cells begin to begin + size - 1 of the view.
 struct TapReach {
   int residue;
   int offset;

@@ -144,8 +144,10 @@ cudaError_t launch_input_gradient(const Problem& problem, const Window& window, 
     const int64_t shared =
         plan_shared_memory(params.phases_per_table, all_rows, columns, sizeof(accumulator_t<T>), params.product);
     const auto kernel = input_gradient_kernel<T, S, columns>;
-    const int64_t grid = persistent_blocks(reinterpret_cast<const void*>(kernel), shared, params.items);
-    if (grid > 0) kernel<<<grid, kThreads, shared, stream>>>(params, grad_output, weight, grad_input);
+    int64_t grid;
+    const cudaError_t error = count_blocks(reinterpret_cast<const void*>(kernel), shared, params.items, grid);
+    if (error != cudaSuccess) return error;
+    kernel<<<grid, kThreads, shared, stream>>>(params, grad_output, weight, grad_input);
     return cudaGetLastError();
   });
 }

@@ -6,9 +6,9 @@
 namespace fastconvt::cuda {
 namespace {
 
-constexpr int kWarps = 4;        // of a block, one tap each
-constexpr int kMaxRows = 4;      // input channels of a warp
-constexpr int kMaxColumns = 8;   // output channels of a warp
+constexpr int kWarps = 4;       // of a block, one tap each
+constexpr int kMaxRows = 4;     // input channels of a warp
+constexpr int kMaxColumns = 8;  // output channels of a warp
 constexpr int kOrderedTaps = 128;
 constexpr int kReduceSlots = 8;  // threads that share an element in the final reduction
 
@@ -35,8 +35,9 @@ struct WeightGradientParams {
   int columns;     // output channels of a group
   int row_blocks;
   int column_blocks;
-  // To the channels of a warp from its first one, in bytes: an address costs two additions of constants. Tiles that would reach beyond a group's channels begin earlier, and
-  // where the group has fewer channels than a tile the last one stands in: every load is safe, and no sum is kept twice.
+  // To the channels of a warp from its first one, in bytes: an address costs two additions of constants. Tiles that
+  // would reach beyond a group's channels begin earlier, and where the group has fewer channels than a tile the last
+  // one stands in: every load is safe, and no sum is kept twice.
   int64_t row_bytes[kMaxRows];
   int64_t column_bytes[kMaxColumns];
   bool ordered;
@@ -69,13 +70,15 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(T) < 8 ? 5 : kMinBlocks
 
   // Input i of an axis meets the output gradient at cell i + shift of the view's existing ones, 0 <= i + shift < size.
   int64_t position = split * p.positions_per_split + lane;
-  int steps = static_cast<int>((min(p.positions_per_split, p.positions - split * p.positions_per_split) - lane + kLanes - 1) / kLanes);
+  int steps = static_cast<int>(
+      (min(p.positions_per_split, p.positions - split * p.positions_per_split) - lane + kLanes - 1) / kLanes);
   int at[3], shift[3], size[3];
   input += p.input_begin + (group * p.rows + first_row) * p.input.channel;
   grad_output += (group * p.columns + first_column) * p.view.cell.channel;
 #pragma unroll
   for (int a = 2; a >= 0; --a) {
-    const TapReach reach = reach_of_tap(p.axis[a], p.view.axis[a], p.out_begin[a], p.out_end[a], tap % p.axis[a].kernel);
+    const TapReach reach =
+        reach_of_tap(p.axis[a], p.view.axis[a], p.out_begin[a], p.out_end[a], tap % p.axis[a].kernel);
     tap /= p.axis[a].kernel;
     const int first = p.first_input[a] + reach.offset - p.view.axis[a].first_cell;
     at[a] = split_off(position, p.inputs[a]);
@@ -201,7 +204,8 @@ WeightGradientParams make_weight_gradient_params(const Problem& problem, const W
   p.row_blocks = static_cast<int>(divide_up(p.rows, rows));
   p.column_blocks = static_cast<int>(divide_up(p.columns, columns));
   for (int r = 0; r < rows; ++r) p.row_bytes[r] = std::min(r, p.rows - 1) * p.input.channel * int64_t{sizeof(T)};
-  for (int c = 0; c < columns; ++c) p.column_bytes[c] = std::min(c, p.columns - 1) * p.view.cell.channel * int64_t{sizeof(S)};
+  for (int c = 0; c < columns; ++c)
+    p.column_bytes[c] = std::min(c, p.columns - 1) * p.view.cell.channel * int64_t{sizeof(S)};
   return p;
 }
 
@@ -228,7 +232,8 @@ int64_t weight_gradient_slots(const Problem& problem) {
   constexpr int64_t kBlocks = 4096;  // enough for every GPU; constant, so that the sums do not depend on the device
   constexpr int64_t kMaxElements = int64_t{8} << 20;  // of all slots together, if there are several
   const int64_t elements = problem.weight_elements();
-  const int64_t blocks = divide_up(problem.kernel_positions(), kWarps) * divide_up(elements, kMaxRows * kMaxColumns * problem.kernel_positions());
+  const int64_t blocks = divide_up(problem.kernel_positions(), kWarps) *
+                         divide_up(elements, kMaxRows * kMaxColumns * problem.kernel_positions());
   return std::max<int64_t>(1, std::min(divide_up(kBlocks, blocks), kMaxElements / elements));
 }
 
@@ -245,7 +250,8 @@ cudaError_t launch_weight_gradient(const Problem& problem, const Window& window,
   constexpr std::integral_constant<int, sizeof(T) < 8 ? kMaxColumns : kMaxColumns / 2> columns;
   const int64_t rows = problem.in_channels_per_group();
   const bool by_three = divide_up(rows, 3) * 3 < divide_up(rows, 4) * 4;
-  return by_three ? launch(std::integral_constant<int, 3>{}, columns) : launch(std::integral_constant<int, 4>{}, columns);
+  return by_three ? launch(std::integral_constant<int, 3>{}, columns)
+                  : launch(std::integral_constant<int, 4>{}, columns);
 }
 
 template <typename T>
@@ -257,7 +263,7 @@ cudaError_t launch_reduction(const accumulator_t<T>* partial, int64_t slots, int
   return cudaGetLastError();
 }
 
-#define FASTCONVT_INSTANTIATE(T, S)                                                                                  \
+#define FASTCONVT_INSTANTIATE(T, S)                                                                                 \
   template cudaError_t launch_weight_gradient(const Problem&, const Window&, const T*, const S*, accumulator_t<T>*, \
                                               cudaStream_t);                                                        \
   template cudaError_t launch_reduction(const accumulator_t<T>*, int64_t, int64_t, double, T*, cudaStream_t);

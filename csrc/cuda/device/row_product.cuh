@@ -1,7 +1,7 @@
 // The inner product of the fused chain and of the input gradient: a thread owns kCells cells along the height and makes
-// kColumns channels of each in registers, as a sum over rows, one row a (tap, source channel). All threads of a block are
-// in the same phase, so a row of weights is one broadcast from shared memory, and neighbouring threads read neighbouring
-// source elements. A source element that does not exist is never multiplied.
+// kColumns channels of each in registers, as a sum over rows, one row a (tap, source channel). All threads of a block
+// are in the same phase, so a row of weights is one broadcast from shared memory, and neighbouring threads read
+// neighbouring source elements. A source element that does not exist is never multiplied.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,13 @@
 
 namespace fastconvt::cuda {
 
+constexpr int kLanes = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 128;
 template <typename T>
 constexpr int kMinBlocks = sizeof(T) < 8 ? 4 : 3;  // a multiprocessor: at most 128 or 168 registers a thread
-constexpr int kCells = 4;
-constexpr int kMaxRun = 8;
+constexpr int kCells = 4;                          // of a thread
+constexpr int kMaxRun = 8;                         // channels
 
 // One axis: the taps of a phase are tap_step apart, and each reads offset_step cells beyond the one before.
 struct RowAxis {
@@ -25,9 +27,9 @@ struct RowAxis {
   int64_t tap_stride;  // elements of the source from what one tap of a phase reads to what the next one does
 };
 
-// A group sums row_channels source channels into `columns` channels, kColumns of them a channel block. The rows of a phase
-// and channel block: the bias, if it counts; then runs of channel_run source channels, in each run the taps, in each tap
-// the run's channels. Short runs keep what neighbouring taps share in the L1 cache.
+// A group sums row_channels source channels into `columns` channels, kColumns of them a channel block. The rows of a
+// phase and channel block: the bias, if it counts; then runs of channel_run source channels, in each run the taps, in
+// each tap the run's channels. Short runs keep what neighbouring taps share in the L1 cache.
 struct RowProduct {
   RowAxis axis[3];
   Strides source;              // along the axes: from one cell to the next
@@ -75,7 +77,8 @@ inline void finish_source(RowProduct& product, int64_t element_size) {
 
 // index % size; index becomes index / size.
 __device__ __forceinline__ int split_off(int64_t& index, int size) {
-  const int64_t quotient = index <= INT32_MAX ? static_cast<uint32_t>(index) / static_cast<uint32_t>(size) : index / size;
+  const int64_t quotient =
+      index <= INT32_MAX ? static_cast<uint32_t>(index) / static_cast<uint32_t>(size) : index / size;
   const int remainder = static_cast<int>(index - quotient * size);
   index = quotient;
   return remainder;
@@ -102,8 +105,8 @@ __device__ __forceinline__ ChannelBlock find_block(const RowProduct& product, in
   return {index, group, (index - group * product.blocks_per_group) * kColumns};
 }
 
-// Copies rows [begin, end) of a phase and channel block to shared memory, scaled. `bias` may be null; the columns beyond
-// the group's last channel get weights 0 and the bias `padding`.
+// Copies rows [begin, end) of a phase and channel block to shared memory, scaled. `bias` may be null; the columns
+// beyond the group's last channel get weights 0 and the bias `padding`.
 template <int kColumns, typename Acc, typename T>
 __device__ void stage_rows(const RowProduct& product, const Phase& phase, const ChannelBlock& block, int begin, int end,
                            const T* weight, const T* bias, Acc scale, Acc padding, Acc* rows) {
@@ -112,7 +115,9 @@ __device__ void stage_rows(const RowProduct& product, const Phase& phase, const 
     const int column = block.first_column + i % kColumns;
     Acc value = row < 0 ? padding : Acc(0);
     if (column < product.columns && row < 0) {
-      value = bias == nullptr ? Acc(0) : scale * to_accumulator(bias[static_cast<int64_t>(block.group) * product.columns + column]);
+      value = bias == nullptr
+                  ? Acc(0)
+                  : scale * to_accumulator(bias[static_cast<int64_t>(block.group) * product.columns + column]);
     } else if (column < product.columns) {
       int channel = row % product.channel_run;
       row /= product.channel_run;
@@ -120,7 +125,8 @@ __device__ void stage_rows(const RowProduct& product, const Phase& phase, const 
       for (int a = 2; a >= 0; --a) {
         const int j = row % phase.num_taps[a];
         row /= phase.num_taps[a];
-        offset += static_cast<int64_t>(phase.first_tap[a] + j * product.axis[a].tap_step) * product.axis[a].weight_stride;
+        offset +=
+            static_cast<int64_t>(phase.first_tap[a] + j * product.axis[a].tap_step) * product.axis[a].weight_stride;
       }
       channel += row * product.channel_run;
       value = scale * to_accumulator(weight[offset + channel * product.weight_row_stride]);
@@ -129,11 +135,13 @@ __device__ void stage_rows(const RowProduct& product, const Phase& phase, const 
   }
 }
 
-// sum += weight rows [begin, end), counted without the bias, which lie at `rows`. `source` is the group's first channel.
+// sum += weight rows [begin, end), counted without the bias, which lie at `rows`; `source` is the group's first
+// channel.
 template <int kColumns, typename Acc, typename S>
-__device__ __forceinline__ void add_rows(const RowProduct& product, const Phase& phase, const Cells& cells, const S* source,
-                                         const Acc* rows, int begin, int end, Acc (&sum)[kCells][kColumns]) {
-  constexpr int kWide = 16 / sizeof(Acc);  // weights a load
+__device__ __forceinline__ void add_rows(const RowProduct& product, const Phase& phase, const Cells& cells,
+                                         const S* source, const Acc* rows, int begin, int end,
+                                         Acc (&sum)[kCells][kColumns]) {
+  constexpr int kWide = 16 / sizeof(Acc);        // weights a load
   constexpr int kAhead = kColumns <= 4 ? 4 : 1;  // channels loaded before the first is used: what registers allow
   // Tap number j[a] along each axis. `at` are the coordinates that it reads for the thread's first cell.
   int j[3] = {0, 0, 0};
@@ -175,7 +183,9 @@ __device__ __forceinline__ void add_rows(const RowProduct& product, const Phase&
         if (step + k < steps) {
 #pragma unroll
           for (int p = 0; p < kCells; ++p) {
-            if (exists[p]) value[k][p] = to_accumulator(__ldg(reinterpret_cast<const S*>(element + product.cell_bytes[p])));
+            if (exists[p]) {
+              value[k][p] = to_accumulator(__ldg(reinterpret_cast<const S*>(element + product.cell_bytes[p])));
+            }
           }
           element += product.channel_bytes;
         }
@@ -219,8 +229,8 @@ __device__ __forceinline__ void add_rows(const RowProduct& product, const Phase&
 // Adds all rows of one phase and channel block to the sums, which a bias row sets. Every thread of the block calls it.
 template <int kColumns, typename Acc, typename T, typename S>
 __device__ __forceinline__ void add_block(const RowProduct& product, const Phase& phase, const Cells& cells,
-                                          const ChannelBlock& block, const S* source, const T* weight, const T* bias, Acc scale, Acc padding,
-                                             Acc* shared_rows, Acc (&sum)[kCells][kColumns]) {
+                                          const ChannelBlock& block, const S* source, const T* weight, const T* bias,
+                                          Acc scale, Acc padding, Acc* shared_rows, Acc (&sum)[kCells][kColumns]) {
   const S* group_source = source + static_cast<int64_t>(block.group) * product.row_channels * product.source.channel;
   for (int begin = 0; begin < phase.rows; begin += product.chunk_rows) {
     const int end = begin + min(phase.rows - begin, product.chunk_rows);
@@ -246,8 +256,8 @@ __device__ __forceinline__ void add_block(const RowProduct& product, const Phase
   }
 }
 
-// Makes a table of phases first, ..., first + count - 1, one thread a phase by fill(index, phase), and stages their rows
-// if they are to be resident.
+// Makes a table of phases first, ..., first + count - 1, one thread a phase by fill(index, phase), and stages their
+// rows if they are to be resident.
 template <int kColumns, typename Acc, typename T, typename Fill>
 __device__ __forceinline__ void prepare_phases(const RowProduct& product, int64_t first, int count, const T* weight,
                                                const T* bias, Acc scale, Acc padding, Phase* phases, Acc* rows,
@@ -263,7 +273,8 @@ __device__ __forceinline__ void prepare_phases(const RowProduct& product, int64_
   __syncthreads();
   for (int i = 0; i < count; ++i) {
     for (int block = 0; block < product.blocks; ++block) {
-      stage_rows<kColumns>(product, phases[i], find_block<kColumns>(product, block), 0, phases[i].rows, weight, bias, scale, padding,
+      stage_rows<kColumns>(product, phases[i], find_block<kColumns>(product, block), 0, phases[i].rows, weight, bias,
+                           scale, padding,
                            rows + (phases[i].rows_before * product.blocks + block * phases[i].rows) * kColumns);
     }
   }
