@@ -88,6 +88,16 @@ std::string cuda_refusal(const Problem& p, const DeviceInfo& device) {
   return device.refusal;
 }
 
+// The chain's kernels hold positions, too, in 32 bits.
+std::string fused_refusal(const Problem& p, const DeviceInfo& device) {
+  const int64_t channels = std::max(p.in_channels_per_group(), p.out_channels_per_group());
+  bool small = p.kernel_positions() * channels < kMaxAttribute;
+  for (const Axis& a : p.axis) {
+    small = small && a.in < kMaxSize && a.in * a.stride + a.dilation * a.kernel + a.output_padding < kMaxAttribute;
+  }
+  return small ? cuda_refusal(p, device) : "an axis, or an inner product, of 2^29 or more";
+}
+
 // The least time on an H200: bytes at 4.3 TB/s, or operations at the float32 rate.
 double cuda_floor(const Problem& p) { return std::max(ms(2 * p.macs(), 55e12), ms(p.bytes(), 4.3e12)); }
 
@@ -137,7 +147,7 @@ const Row kTable[] = {
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kPortableRate); }},
     {CandidateId::kAten, "aten", false, Makes::kBoth, never, aten_cpu_cost},
     {CandidateId::kGather, "gather", true, Makes::kConvTranspose, cuda_refusal, own_cuda_cost},
-    {CandidateId::kFused, "fused", true, Makes::kLogSumExpHardswish, cuda_refusal, own_cuda_cost},
+    {CandidateId::kFused, "fused", true, Makes::kLogSumExpHardswish, fused_refusal, own_cuda_cost},
     {CandidateId::kAten, "aten", true, Makes::kBoth, never, aten_cuda_cost},
 };
 
