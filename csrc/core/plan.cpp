@@ -93,7 +93,8 @@ std::string fused_refusal(const Problem& p, const DeviceInfo& device) {
   const int64_t channels = std::max(p.in_channels_per_group(), p.out_channels_per_group());
   bool small = p.kernel_positions() * channels < kMaxAttribute;
   for (const Axis& a : p.axis) {
-    small = small && a.in < kMaxSize && a.in * a.stride + a.dilation * a.kernel + a.output_padding < kMaxAttribute;
+    const double extent = double(a.in) * double(a.stride) + double(a.dilation) * double(a.kernel);
+    small = small && a.in < kMaxSize && extent + double(a.output_padding) < double(kMaxAttribute);
   }
   return small ? cuda_refusal(p, device) : "an axis, or an inner product, of 2^29 or more";
 }
