@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../csrc/core/arguments.h"
+#include "../csrc/core/plan.h"
 #include "../csrc/core/problem.h"
 
 namespace py = pybind11;
@@ -35,6 +36,15 @@ Problem check_arguments(const std::string& op, int spatial, const std::deque<Ten
   return fastconvt::check_arguments(arguments);
 }
 
+// The plan on a GPU whose kernels cannot run for the reason `refusal`, "" if they can.
+std::string plan_on_gpu(const Problem& problem, bool chain, const std::string& refusal, const std::string& forced) {
+  fastconvt::DeviceInfo device;
+  device.cuda = true;
+  device.refusal = refusal;
+  const auto operation = chain ? fastconvt::Operation::kLogSumExpHardswish : fastconvt::Operation::kConvTranspose;
+  return fastconvt::make_plan(operation, problem, device, forced).to_json();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(core_binding, m) {
@@ -58,4 +68,5 @@ PYBIND11_MODULE(core_binding, m) {
       .def("macs", &Problem::macs)
       .def("bytes", &Problem::bytes);
   m.def("check_arguments", &check_arguments);
+  m.def("plan_on_gpu", &plan_on_gpu);
 }

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -19,7 +20,7 @@ from tests.cases import BY_NAME, CASES, cases
 from tests.illegal import CHAIN, INT64_MAX, INT64_MIN, LISTS, draw_call, legal_call
 
 ROOT = Path(__file__).parent.parent
-SOURCES = (Path(__file__).with_name("core_binding.cpp"), ROOT / "csrc" / "core" / "arguments.cpp")
+SOURCES = (Path(__file__).with_name("core_binding.cpp"), *sorted((ROOT / "csrc" / "core").glob("*.cpp")))
 integers = strategies.integers
 
 
@@ -188,3 +189,27 @@ def test_counts_of_a_problem(core, case):
     assert problem.macs() == case.input[0] * case.input[1] * case.weight[1] * pairs
     elements = sum(torch.Size(shape).numel() for shape in (case.input, case.weight, case.output))
     assert problem.bytes() == 4 * elements
+
+
+@pytest.fixture(scope="module")
+def depthwise(core):
+    """A layer that is planned to our own kernels on a GPU."""
+    tensors = [("input", [8, 64, 5, 32, 32], "float32", ""), ("weight", [64, 1, 4, 4, 4], "float32", "")]
+    return core.check_arguments("conv_transpose3d", 3, tensors, [2], [1], [0], 64, [1])
+
+
+@pytest.mark.parametrize("chain, own", [(False, "gather"), (True, "fused")])
+def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, depthwise, chain, own):
+    assert json.loads(core.plan_on_gpu(depthwise, chain, "", ""))["choice"] == own
+    plan = json.loads(core.plan_on_gpu(depthwise, chain, "the driver is too old", ""))
+    assert plan["choice"] == "aten"
+    reasons = {row["name"]: row["reason"] for row in plan["candidates"]}
+    assert reasons == {own: "the driver is too old", "aten": ""}
+    with pytest.raises(RuntimeError, match=f"{own} cannot make this call: the driver is too old"):
+        core.plan_on_gpu(depthwise, chain, "the driver is too old", own)
+
+
+def test_a_forced_candidate_of_another_operation_or_device_changes_nothing(core, depthwise):
+    for forced in ("fused", "phase_portable"):
+        assert json.loads(core.plan_on_gpu(depthwise, False, "", forced))["choice"] == "gather"
+    assert json.loads(core.plan_on_gpu(depthwise, False, "", "aten"))["choice"] == "aten"
