@@ -50,6 +50,9 @@ def _aten_gradients(
     tensors.append(weight)
     if input.dtype in _HALVES and input.device.type == "cpu":
         tensors = [tensor.float() for tensor in tensors]
+    if weight.dim() == 5 and input.device.type == "cpu":
+        # With channels_last_3d tensors oneDNN's gradient of the input reads memory that nobody wrote, as of torch 2.14.
+        tensors = [tensor.contiguous() for tensor in tensors]
     onednn = not (mask[1] and _breaks_onednn(weight, call))
     with aten_convolutions(input.device, allow_tf32, onednn):
         computed = torch.ops.aten.convolution_backward(
