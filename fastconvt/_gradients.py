@@ -52,7 +52,8 @@ def _aten_gradients(
         tensors = [tensor.float() for tensor in tensors]
     if weight.dim() == 5 and input.device.type == "cpu":
         # With channels_last_3d tensors oneDNN's gradient of the input reads memory that nobody wrote, as of torch 2.14.
-        tensors = [tensor.contiguous() for tensor in tensors]
+        # Flattening settles the strides of dimensions of size 1, by which ATen would still take a tensor for one.
+        tensors = [tensor.contiguous().flatten().view(tensor.shape) for tensor in tensors]
     onednn = not (mask[1] and _breaks_onednn(weight, call))
     with aten_convolutions(input.device, allow_tf32, onednn):
         computed = torch.ops.aten.convolution_backward(
