@@ -50,8 +50,8 @@ def _aten_gradients(
     tensors.append(weight)
     if input.dtype in _HALVES and input.device.type == "cpu":
         tensors = [tensor.float() for tensor in tensors]
-    if weight.dim() == 5 and input.device.type == "cpu":
-        # With channels_last_3d tensors oneDNN's gradient of the input reads memory that nobody wrote, as of torch 2.14.
+    if input.device.type == "cpu":
+        # With channels_last tensors oneDNN's gradient of the input reads memory that nobody wrote, as of torch 2.14.
         # Flattening settles the strides of dimensions of size 1, by which ATen would still take a tensor for one.
         tensors = [tensor.contiguous().flatten().view(tensor.shape) for tensor in tensors]
     onednn = not (mask[1] and _breaks_onednn(weight, call))
@@ -74,15 +74,18 @@ def _aten_gradients(
 
 
 def _breaks_onednn(weight: Tensor, call: Call) -> bool:
-    """Whether oneDNN's gradient of the weight could read and write out of bounds, in 3D, as of torch 2.14.
+    """Whether oneDNN's gradient of the weight could be wrong, or read and write out of bounds, as of torch 2.14.
 
-    Seen where the depth's padding exceeds its stride, at one end without being a multiple of it, and the kernel and the
-    stride exceed the output. The test is wider: all such problems are small, and losing oneDNN costs them little.
+    Seen where the padding of an axis exceeds half of the kernel's extent, so that taps lie in the padding alone, and in
+    3D also where the depth's padding exceeds its stride and the kernel and the stride exceed the output. The test is
+    wider; layers of that kind are rare or small, and losing oneDNN costs them little.
     """
-    if weight.dim() != 5:
-        return False
-    stride, padding, extent = call.stride[0], call.padding[0], call.dilation[0] * (weight.shape[2] - 1) + 1
-    return padding > stride and call.shape[-3] < 2 * (extent + stride)
+    axes = zip(call.padding, call.dilation, weight.shape[2:], strict=True)
+    extents = [(padding, dilation * (kernel - 1) + 1) for padding, dilation, kernel in axes]
+    if any(2 * padding > extent for padding, extent in extents):
+        return True
+    padding, extent = extents[0]
+    return weight.dim() == 5 and padding > call.stride[0] and call.shape[-3] < 2 * (extent + call.stride[0])
 
 
 def _as(tensor: Tensor | None, input: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fastconvt
 from tests import harness, reference
-from tests.cases import Case, draw_case
+from tests.cases import Case, draw_case, to_channels_last
 from tests.illegal import CHAIN
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -248,10 +248,12 @@ def test_backward_with_dilation_and_output_padding(device):
         Case("", (2, 8, 6, 3, 3), (8, 3, 6, 2, 2), (2, 1, 1), (5, 0, 0)),
         Case("", (2, 59, 6, 6, 4), (59, 3, 12, 4, 9), (4, 1, 3), (11, 1, 8)),
         Case("", (2, 1, 4, 6, 3), (1, 1, 14, 1, 3), (2, 1, 3), (6, 0, 0), (1, 0, 1)),
+        Case("", (2, 6, 32), (6, 3, 5), 4, 15, 0, 1, 4),
+        Case("", (3, 66, 38), (66, 58, 5), 4, 16, 1, 1, 4),
     ],
     ids=lambda case: "x".join(map(str, case.weight)),
 )
-def test_weight_gradient_where_the_depth_is_padded_by_more_than_the_stride(case, device):
+def test_weight_gradient_where_much_is_padded(case, device):
     """oneDNN leaves the bounds of its tensors here: values of 1e20, other ones the next time, or a corrupt heap."""
     x, w, _ = case.tensors(device=device)
     grad = case.grad_output(device=device)
@@ -260,11 +262,18 @@ def test_weight_gradient_where_the_depth_is_padded_by_more_than_the_stride(case,
         rule(harness.backward(case, grad, x, w))
 
 
-def test_input_gradient_in_channels_last_3d(device):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("", (3, 6, 1, 6, 1), (6, 1, 4, 13, 3), (4, 1, 3), (1, 8, 1), (1, 0, 2)),
+        Case("", (2, 2, 3, 1), (2, 1, 4, 4), (1, 2), (2, 1), 0, 1, (2, 1)),
+    ],
+    ids=["3d", "2d"],
+)
+def test_input_gradient_in_channels_last(case, device):
     """oneDNN reads memory that nobody wrote here, which is full of garbage in these tests."""
-    case = Case("", (3, 6, 1, 6, 1), (6, 1, 4, 13, 3), (4, 1, 3), (1, 8, 1), (1, 0, 2))
     x, w, _ = case.tensors(device=device)
-    x = x.contiguous(memory_format=torch.channels_last_3d)
+    x = to_channels_last(x)
     grad = case.grad_output(device=device)
     with harness.poisoned_memory(device):
         reference.assert_gradients_accurate(harness.backward(case, grad, x, w), grad, x, w, *case.args)
