@@ -50,8 +50,8 @@ def _aten_gradients(
     tensors.append(weight)
     if input.dtype in _HALVES and input.device.type == "cpu":
         tensors = [tensor.float() for tensor in tensors]
-    if input.device.type == "cpu":
-        # With channels_last tensors oneDNN's gradient of the input reads memory that nobody wrote, as of torch 2.14.
+    if input.device.type == "cpu" and channels == 1:
+        # With one output channel in channels_last oneDNN's gradient of the input reads unwritten memory (torch 2.14).
         # Flattening settles the strides of dimensions of size 1, by which ATen would still take a tensor for one.
         tensors = [tensor.contiguous().flatten().view(tensor.shape) for tensor in tensors]
     onednn = not (mask[1] and _breaks_onednn(weight, call))
@@ -68,6 +68,8 @@ def _aten_gradients(
             list(mask),
         )
     gradients = [gradient if asked else None for gradient, asked in zip(computed, mask, strict=True)]
+    if mask[2] and input.device.type == "cpu":  # oneDNN adds one number after the other, sum() does so pairwise
+        gradients[2] = tensors[0].sum((0, *range(2, weight.dim())))
     if mask[0] and not batched:
         gradients[0] = gradients[0].squeeze(0)
     return gradients
