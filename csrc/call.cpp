@@ -68,8 +68,6 @@ TensorInfo describe(const char* name, const Tensor& t) {
   return {name, {t.sizes().begin(), t.sizes().end()}, dtype_name(t), device_name(t)};
 }
 
-std::vector<int64_t> vec(IntList list) { return {list.begin(), list.end()}; }
-
 // Whether the tensor is dense in channels_last, and not also contiguous by PyTorch's reading of size-1 dimensions; the
 // rule stands in fastconvt/_shapes.py. 1D tensors are never channels_last.
 bool is_channels_last(const Tensor& t) {

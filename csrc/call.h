@@ -16,6 +16,8 @@ namespace fastconvt {
 using torch::stable::Tensor;
 using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
 
+inline std::vector<int64_t> vec(IntList list) { return {list.begin(), list.end()}; }
+
 // A checked call: the tensors are dense in problem.layout, and have a batch dimension.
 struct Call {
   Operation operation;

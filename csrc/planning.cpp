@@ -20,8 +20,6 @@ bool log_wanted() {
   return value != nullptr && std::string(value) == "1";
 }
 
-std::vector<int64_t> vec(IntList list) { return {list.begin(), list.end()}; }
-
 }  // namespace
 
 std::string plan_json(const DeviceInfo& device, const std::string& op, IntList input, IntList weight, bool bias,

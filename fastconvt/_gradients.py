@@ -48,12 +48,15 @@ def _aten_gradients(
     batched = input.dim() == weight.dim()
     tensors = [grad_output, input] if batched else [grad_output.unsqueeze(0), input.unsqueeze(0)]
     tensors.append(weight)
-    if input.dtype in _HALVES and input.device.type == "cpu":
+    on_cpu = input.device.type == "cpu"
+    if on_cpu and input.dtype in _HALVES:
         tensors = [tensor.float() for tensor in tensors]
-    if input.device.type == "cpu" and channels == 1:
+    if on_cpu and channels == 1:
         # With one output channel in channels_last oneDNN's gradient of the input reads unwritten memory (torch 2.14).
         # Flattening settles the strides of dimensions of size 1, by which ATen would still take a tensor for one.
         tensors = [tensor.contiguous().flatten().view(tensor.shape) for tensor in tensors]
+    # On the CPU the bias's is summed here: oneDNN adds one number after the other, sum() does so pairwise.
+    from_aten = [mask[0], mask[1], mask[2] and not on_cpu]
     onednn = not (mask[1] and _breaks_onednn(weight, call))
     with aten_convolutions(input.device, allow_tf32, onednn):
         computed = torch.ops.aten.convolution_backward(
@@ -65,10 +68,10 @@ def _aten_gradients(
             True,
             call.output_padding,
             call.groups,
-            list(mask),
+            from_aten,
         )
-    gradients = [gradient if asked else None for gradient, asked in zip(computed, mask, strict=True)]
-    if mask[2] and input.device.type == "cpu":  # oneDNN adds one number after the other, sum() does so pairwise
+    gradients = [gradient if asked else None for gradient, asked in zip(computed, from_aten, strict=True)]
+    if mask[2] and on_cpu:
         gradients[2] = tensors[0].sum((0, *range(2, weight.dim())))
     if mask[0] and not batched:
         gradients[0] = gradients[0].squeeze(0)

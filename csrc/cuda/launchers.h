@@ -26,7 +26,7 @@ cudaError_t launch_logsumexp_hardswish(const Problem& problem, const void* input
 
 // Its gradients; any of the four may be null. grad_output is (batch, 1, D', H', W'), contiguous; the others are laid
 // out as what they are the gradients of. The workspace is device memory, aligned to 16 bytes, of the size that
-// logsumexp_hardswish_backward_workspace() tells: at most some 300 MB, unless partial sums of the weight alone need
+// logsumexp_hardswish_backward_workspace() tells: at most some 200 MB, unless partial sums of the weight alone need
 // more.
 int64_t logsumexp_hardswish_backward_workspace(const Problem& problem);
 cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const void* grad_output, const void* input,
