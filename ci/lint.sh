@@ -5,7 +5,7 @@ source "$(dirname "$0")/setup.sh"
 
 use_environment
 install ruff==0.14.6 clang-format==21.1.6
-python="setup.py fastconvt tests examples"
+python="setup.py ci fastconvt tests examples"
 sources=$(find csrc examples tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 if [ "${1:-}" = --fix ]; then
   ruff check --fix $python

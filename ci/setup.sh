@@ -42,6 +42,6 @@ build_wheel() {
 stage_tests() {
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' EXIT
-  cp -r benchmarks csrc examples tests pyproject.toml setup.py README.md LICENSE "$stage"
+  cp -r benchmarks ci csrc examples tests pyproject.toml setup.py README.md LICENSE "$stage"
   cd "$stage"
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into .venv, and tests what was installed: style, the test-suite (tests that need a GPU
-# are skipped and counted where there is none), a minute of the fuzzer, and the library for C++ programs.
+# are skipped and counted where there is none), the kernels' registers, a minute of the fuzzer, and the library for C++
+# programs.
 source "$(dirname "$0")/setup.sh"
 
 use_environment
@@ -11,6 +12,13 @@ build_wheel
 say "installing $wheel and what the tests need"
 install "$wheel[test]"
 install --force-reinstall --no-deps "$wheel"
+if [[ $(python -m zipfile -l "$wheel") == *_C_cuda* ]]; then
+  say "registers and spills of the CUDA kernels"
+  install nvidia-cuda-cuobjdump==13.5.37
+  python ci/registers.py "$wheel"
+else
+  say "registers and spills are not checked: the build found no nvcc"
+fi
 root=$PWD
 
 stage_tests

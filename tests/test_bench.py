@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import fastconvt
-from fastconvt.bench import accuracy, report
+from fastconvt.bench import accuracy, chart, floor, report, summary, timing
 from fastconvt.bench.__main__ import main
-from fastconvt.bench.contestants import build_calls
+from fastconvt.bench.contestants import build_calls, flipped, pytorch
 from fastconvt.bench.layers import DTYPES, REFERENCE, Layer, load_suite, make_tensors
 
+ROOT = Path(__file__).parents[1]
 AXES = ("input", "kernel", "stride", "padding", "output_padding", "dilation")
 
 
@@ -92,6 +95,23 @@ def test_rows_are_appended_but_never_to_another_kind_of_file(suite, tmp_path):
     assert (tmp_path / "rows.csv").read_text() == "some,other,columns\n"
 
 
+def test_several_modes_and_precisions_in_one_run(suite, tmp_path, capsys):
+    options = ("--mode", "forward,train", "--precision", "fp32,bf16", "--layout", "contiguous,channels_last")
+    status, rows = run(suite, tmp_path, *options, "--filter", "one|two", "--peers", "eager,fill")
+    assert status == 0
+    assert len(rows) == 2 * 2 * (2 + 1)  # there is no channels_last in one dimension
+    assert len({(row["layer"], row["mode"], row["precision"], row["layout"]) for row in rows}) == len(rows)
+    printed = capsys.readouterr().out
+    assert "fill" in printed and "Geometric means" in printed
+
+
+def test_the_commit_where_git_does_not_know(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert report.commit() == f"v{fastconvt.__version__}"
+    monkeypatch.setenv("FASTCONVT_COMMIT", "1234567")
+    assert report.commit() == "1234567"
+
+
 def test_wrong_results_are_told(suite, tmp_path, monkeypatch, capsys):
     right = fastconvt.conv_transpose2d
     monkeypatch.setattr(fastconvt, "conv_transpose2d", lambda *args, **kwargs: right(*args, **kwargs) + 1e-3)
@@ -125,11 +145,13 @@ def test_explain_prints_plans_and_times_nothing(suite, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--suite", "nowhere.json"], "no such file"),
+        (["--suite", "relatives,nowhere.json"], "no such file"),
         (["--filter", "nothing"], "no layer is left"),
         (["--precision", "tf32", "--device", "cpu"], "TF32"),
     ],
 )
-def test_refusals_say_why(arguments, message):
+def test_refusals_say_why(arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match=message):
         main(["--device", "cpu", *arguments])
 
@@ -163,7 +185,157 @@ def test_the_reference_suite_and_the_layer_list(monkeypatch):
     assert REFERENCE[0].output_shape == (16, 64, 257, 766)
     assert REFERENCE[1].output_shape == (128, 1, 31, 63, 63)
     assert set(DTYPES) == {"fp32", "tf32", "bf16", "fp16"}
-    monkeypatch.chdir(__file__.rsplit("/", 2)[0])
-    layers = load_suite("layers")
-    assert len(layers) > 70
-    assert len({layer.name for layer in layers}) == len(layers)
+    monkeypatch.chdir(ROOT)
+    for suite, least in (("layers", 70), ("relatives", 15)):
+        layers = load_suite(suite)
+        assert len(layers) >= least
+        assert len({layer.name for layer in layers}) == len(layers)
+    assert {layer.fused for layer in layers if layer.name.startswith("relative_chain_")} == {True}
+
+
+H200 = torch.device("cuda")
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    monkeypatch.setattr(floor, "device_name", lambda device: "NVIDIA H200")
+
+
+def test_the_floors_of_the_reference_layers(on_h200):
+    plain, chain = REFERENCE
+    assert floor.multiply_adds(plain) == 3_993_042_944
+    assert floor.multiply_adds(chain) == 2_497_265_664
+    operands = 16 * 32 * 128 * 256 + 32 * 16 * 15
+    output = 16 * 64 * 257 * 766
+    forward = 4e3 * (operands + output) / 4.3e12
+    assert floor.floor_ms(plain, "fp32", "forward", H200) == pytest.approx(forward)
+    assert floor.floor_ms(plain, "bf16", "forward", H200) == pytest.approx(forward / 2)
+    backward = 4 * 3_993_042_944e3 / 55e12  # two products are more than the bytes in float32
+    assert floor.floor_ms(plain, "fp32", "backward", H200) == pytest.approx(backward)
+    assert floor.floor_ms(plain, "tf32", "backward", H200) == pytest.approx(4e3 * (2 * operands + output) / 4.3e12)
+    assert floor.floor_ms(plain, "fp32", "train", H200) == pytest.approx(forward + backward)
+    chain_bytes = 4 * (128 * 3 * 16 * 32 * 32 + 3 * 16 * 27 + 16 + 128 * 31 * 63 * 63)  # its output has one channel
+    assert floor.floor_ms(chain, "tf32", "forward", H200) == pytest.approx(1e3 * chain_bytes / 4.3e12)
+    assert floor.floor_ms(chain, "fp32", "forward", H200) == pytest.approx(2 * 2_497_265_664e3 / 55e12)
+
+
+def test_no_floor_where_the_device_is_not_known():
+    assert floor.floor_ms(REFERENCE[0], "fp32", "forward", torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_multiply_adds_are_those_of_pairs_in_range(layer):
+    """With ones everywhere, the sum of the outputs counts the products."""
+    tensors = make_tensors(replace(layer, bias=False), torch.float64, "contiguous", torch.device("cpu"))
+    ones = replace(tensors, input=torch.ones_like(tensors.input), weight=torch.ones_like(tensors.weight))
+    plain = replace(layer, operator=f"conv_transpose{layer.dimensions}d", bias=False)
+    assert floor.multiply_adds(layer) == pytorch(plain, ones).sum().item()
+
+
+FLIPPED = [
+    entry("groups", 2, (4, 6), 2, [6, 7], [3, 2], [1, 1], [1, 0], [0, 0], [1, 1]),
+    entry("cropped", 2, (2, 3), 1, [7], [2], [1], [3], [0], [1]),
+    entry("cropped_longer", 2, (2, 3), 1, [7, 8], [2, 3], [1, 1], [3, 1], [1, 2], [2, 3], bias=False),
+    entry("three", 2, (2, 3), 1, [3, 4, 5], [3, 1, 2], [1, 1, 1], [1, 0, 0], [0, 0, 1], [1, 1, 2]),
+    entry("chain", 2, (2, 3), 1, [3, 4, 5], [3, 3, 3], [1, 1, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1])
+    | {"operator": "conv_transpose3d_logsumexp_hardswish"},
+]
+
+
+@pytest.mark.parametrize("layer", [Layer.from_json(each) for each in FLIPPED], ids=lambda layer: layer.name)
+def test_flipped_convolution_is_the_transposed_one_at_stride_one(layer):
+    tensors = make_tensors(layer, torch.float64, "contiguous", torch.device("cpu"))
+    calls = build_calls(layer, tensors, "contiguous", "train", ["eager", "flipped"])
+    torch.testing.assert_close(calls["flipped"](), calls["eager"]())
+    assert flipped(replace(layer, stride=(2,) * layer.dimensions), tensors, "contiguous") is None
+
+
+class FakeTimer:
+    """A GPU's timer whose calls take as long as they say, half of it on the GPU; a replayed graph has that half."""
+
+    graphs = True
+
+    def __init__(self, captures=True):
+        self.captures = captures
+
+    def time(self, call):
+        return call()
+
+    def gpu_time(self, call):
+        return call() / 2
+
+    def capture(self, call):
+        if not self.captures:
+            raise RuntimeError("cannot do that\nwhile capturing")
+        return lambda: call() / 2
+
+    def clock_ghz(self):
+        return 1.98
+
+
+@pytest.mark.parametrize(("ours", "graph"), [(0.039, True), (0.041, False)])
+def test_what_is_shorter_than_20_microseconds_is_replayed_from_graphs(ours, graph):
+    calls = {"ours": lambda: ours, "eager": lambda: 0.1}
+    measured = timing.measure(calls | {"fill": lambda: 0.001}, FakeTimer(), 0.01, yardsticks=["fill"])
+    assert measured.graph == graph and measured.clock_ghz == 1.98 and measured.note == ""
+    factor = 0.5 if graph else 1.0
+    del measured.times["fill"]
+    assert measured.times == {"ours": timing.Times(*2 * [factor * ours]), "eager": timing.Times(*2 * [factor * 0.1])}
+
+
+def test_all_or_none_are_replayed_from_graphs():
+    measured = timing.measure({"ours": lambda: 0.01, "eager": lambda: 0.1}, FakeTimer(captures=False), 0.01)
+    assert not measured.graph
+    assert measured.note == "no CUDA graphs: ours cannot be captured: cannot do that"
+    assert measured.times["ours"].median == 0.01
+
+
+def result(layer, ours, eager, compiled=None, **extra):
+    keys = {"gpu": "NVIDIA H200", "torch": "2.11", "suite": "relatives", "layer": layer, "mode": "forward"}
+    times = {"ours_ms": ours, "eager_ms": eager, "compile_ms": compiled, "floor_ms": 0.2, "plan": "rows"}
+    return keys | {"precision": "fp32", "layout": "contiguous", "ours_err": 1e-7, "eager_err": 1e-7} | times | extra
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A file of results; the first row was measured again later."""
+    path = tmp_path / "results.csv"
+    for row in (
+        result("a", 9.0, 10.0),
+        result("b", 0.4, 3.6, 0.3),
+        result("c", 0.5, 5.0, precision="bf16", ours_err=1e-2, graph=1),
+        result("a", 0.4, 1.6, 6.4),
+    ):
+        report.append(path, row)
+    return path
+
+
+def test_summary_of_a_file(results, capsys):
+    assert summary.main([str(results)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split() for line in lines]
+    # a: 4 and 16 times as fast, b: 9 and 0.75 times; both reach half of the floor
+    assert ["relatives", "forward", "fp32", "contiguous", "2", "6.00", "x", "3.46", "x", "1.73", "x", "50%"] in cells
+    assert ["relatives", "forward", "bf16", "contiguous", "1", "10.00", "x", "-", "10.00", "x", "40%"] in cells
+    losing = [line for line in lines if line.startswith("Slower")]
+    assert losing == ["Slower than the fastest peer: b, forward, fp32, contiguous: 0.75 x torch.compile (0.4 / 0.3 ms)"]
+    assert [line for line in lines if "rule" in line] == [
+        "Outside the rule of accuracy: c, forward, bf16, contiguous: 0.01"
+    ]
+    assert summary.main([str(results), "--layer", "a|c", "--precision", "fp32"]) == 0
+    assert "Slower than the fastest peer: none" in capsys.readouterr().out
+
+
+def test_charts_are_drawn_from_a_file(results, tmp_path):
+    image = tmp_path / "docs" / "chart.png"
+    assert summary.main([str(results), "--plot", str(image), "--title", "A title", "--peers", "compile"]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    chart.draw([], image)  # nothing to compare is no error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["nowhere.csv"], "nowhere.csv"), (["{file}", "--gpu", "A100"], "no row is left")]
+)
+def test_a_summary_of_nothing_says_why(results, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        summary.main([argument.format(file=results) for argument in arguments])

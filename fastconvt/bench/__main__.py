@@ -2,42 +2,64 @@
 
 import argparse
 import importlib.util
+import itertools
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import fastconvt
-from fastconvt.bench import accuracy, report, timing
+from fastconvt.bench import accuracy, chart, report, summary, timing
 from fastconvt.bench.contestants import PEERS, build_calls
 from fastconvt.bench.device import choose_device, device_name, file_stem
-from fastconvt.bench.layers import DTYPES, Layer, fit, load_suite, make_tensors
+from fastconvt.bench.floor import floor_ms
+from fastconvt.bench.layers import DTYPES, SUITES, Layer, fit, load_suite, make_tensors
 
 NEEDED = ("rich", "matplotlib")
 SECONDS = {"cpu": 6.0, "cuda": 2.0}
+MODES = ("forward", "backward", "train")
+LAYOUTS = ("contiguous", "channels_last")
+
+
+def several(known: Sequence[str]):
+    """A type for argparse: names out of ``known``, with commas between them."""
+
+    def convert(text: str) -> list[str]:
+        names = text.split(",")
+        if wrong := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: not among {', '.join(known)}")
+        return names
+
+    return convert
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m fastconvt.bench", description=__doc__.replace("``", ""))
-    parser.add_argument("--suite", default="reference", help="reference, layers or a JSON file (default: %(default)s)")
-    parser.add_argument("--precision", choices=list(DTYPES), default="fp32")
-    parser.add_argument("--layout", choices=["contiguous", "channels_last"], default="contiguous")
-    parser.add_argument("--mode", choices=["forward", "backward", "train"], default="forward")
+    parser = argparse.ArgumentParser(
+        prog="python -m fastconvt.bench",
+        description=__doc__.replace("``", "") + " Options that name several take them with commas between: fp32,tf32.",
+    )
+    parser.add_argument(
+        *("--suite", "--suites"),
+        type=lambda text: text.split(","),
+        default=["reference"],
+        help=f"{', '.join(SUITES)} or JSON files (default: reference)",
+    )
+    for name, known in (("precision", list(DTYPES)), ("layout", LAYOUTS), ("mode", MODES)):
+        text = f"of {', '.join(known)} (default: {known[0]})"
+        parser.add_argument(f"--{name}", type=several(known), default=known[:1], help=text)
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: a GPU that fastconvt serves, else the CPU)")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only layers whose name matches")
     parser.add_argument("--batch", type=int, help="in place of each layer's own (on a CPU: an eighth of its own)")
-    parser.add_argument("--peers", type=lambda text: text.split(","), help=f"of {','.join(PEERS)}")
-    parser.add_argument("--seconds", type=float, help="time for each layer (default: 6 on a CPU, 2 on a GPU)")
+    usual = ", ".join(name for name, peer in PEERS.items() if "cuda" in peer.devices)
+    parser.add_argument("--peers", type=several(list(PEERS)), help=f"of {', '.join(PEERS)} (default on a GPU: {usual})")
+    parser.add_argument("--seconds", type=float, help="time for each row (default: 6 on a CPU, 2 on a GPU)")
     parser.add_argument("--csv", type=Path, help="append here (default: benchmarks/results/<device>.csv)")
     parser.add_argument("--plot", type=Path, help="draw here (default: beside the CSV file, <device>-<suite>.png)")
-    parser.add_argument("--explain", action="store_true", help="print the plan of every layer; time nothing")
-    options = parser.parse_args(arguments)
-    unknown = set(options.peers or []) - set(PEERS)
-    if unknown:
-        parser.error(f"--peers: {', '.join(sorted(unknown))}: not among {', '.join(PEERS)}")
-    return options
+    parser.add_argument("--explain", action="store_true", help="print the plan of every row; time nothing")
+    return parser.parse_args(arguments)
 
 
 def refuse_missing_packages() -> None:
@@ -47,15 +69,22 @@ def refuse_missing_packages() -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What all layers of a run share."""
+class Job:
+    """What makes one row: a layer of a suite, and how it is run."""
 
-    device: torch.device
+    suite: str
+    layer: Layer
+    mode: str
     precision: str
     layout: str
-    mode: str
-    peers: list[str]
-    seconds: float
+
+    @property
+    def columns(self) -> dict[str, str]:
+        names = {"suite": self.suite, "layer": self.layer.name}
+        return names | {"mode": self.mode, "precision": self.precision, "layout": self.layout}
+
+    def __str__(self) -> str:
+        return f"{self.layer.name}, {report.what(self.columns)}"
 
 
 def describe(layer: Layer) -> str:
@@ -63,92 +92,121 @@ def describe(layer: Layer) -> str:
     return f"{layer.name} {list(layer.input_shape)}, {layer.out_channels} channels, kernel {kernel}, stride {stride}"
 
 
-def plan_of(layer: Layer, setting: Setting) -> dict:
-    return fastconvt.plan(
-        layer.operator,
-        layer.input_shape,
-        layer.weight_shape,
-        bias=layer.bias,
-        **layer.options,
-        dtype=DTYPES[setting.precision],
-        memory_format=layer.memory_format(setting.layout),
-        device=setting.device,
-        allow_tf32=setting.precision == "tf32",
-    )
+def plans_of(job: Job, device: torch.device) -> dict[str, dict]:
+    """The plans that the job's mode needs, by the operation's name."""
+    operator = job.layer.operator
+    gradients = ["_backward"] if job.layer.fused else ["_input_gradient", "_weight_gradient"]
+    endings = {"forward": [""], "backward": gradients, "train": ["", *gradients]}[job.mode]
+    return {
+        operator + ending: fastconvt.plan(
+            operator + ending,
+            job.layer.input_shape,
+            job.layer.weight_shape,
+            bias=job.layer.bias,
+            **job.layer.options,
+            dtype=DTYPES[job.precision],
+            memory_format=job.layer.memory_format(job.layout),
+            device=device,
+            allow_tf32=job.precision == "tf32",
+        )
+        for ending in endings
+    }
 
 
-def explain(layer: Layer, setting: Setting) -> str:
-    """The plan of a layer as text: a line a candidate, the chosen one marked."""
-    plan = plan_of(layer, setting)
-    lines = [describe(layer)]
-    for candidate in plan["candidates"]:
-        mark = "*" if candidate["name"] == plan["choice"] else " "
-        why = f"{candidate['cost_ms']:.4g} ms" if candidate["supported"] else candidate["reason"]
-        lines.append(f"  {mark} {candidate['name']:16} {why}")
+def explain(job: Job, device: torch.device) -> str:
+    """The plans of a row as text: a line a candidate, the chosen one marked."""
+    lines = [f"{describe(job.layer)}, {job.precision}, {job.layout}"]
+    for operation, plan in plans_of(job, device).items():
+        lines.append(f"  {operation}")
+        for candidate in plan["candidates"]:
+            mark = "*" if candidate["name"] == plan["choice"] else " "
+            why = f"{candidate['cost_ms']:.4g} ms" if candidate["supported"] else candidate["reason"]
+            lines.append(f"  {mark} {candidate['name']:20} {why}")
     return "\n".join(lines)
 
 
-def run_layer(layer: Layer, setting: Setting, progress) -> tuple[dict, list[str]]:
-    """Check and time one layer. Returns its row and what went wrong; ``progress`` is told the share that is done."""
-    tensors = make_tensors(layer, DTYPES[setting.precision], setting.layout, setting.device)
-    calls = build_calls(layer, tensors, setting.layout, setting.mode, setting.peers)
-    results, problems, row = {}, [], {"layer": layer.name}
+def run_job(
+    job: Job, device: torch.device, peers: list[str], timer: timing.Timer, seconds: float, progress
+) -> tuple[report.Row, list[str]]:
+    """Check and time one row. Returns it and what went wrong; ``progress`` is told the share that is done."""
+    layer = job.layer
+    tensors = make_tensors(layer, DTYPES[job.precision], job.layout, device)
+    calls = build_calls(layer, tensors, job.layout, job.mode, peers)
+    results, problems, row = {}, [], dict(job.columns)
     for name, call in list(calls.items()):
         try:
             found = call()
             if name in ("ours", "eager"):
                 results[name] = found
-                row[f"{name}_peak_mb"] = timing.peak_megabytes(call, setting.device)
+                row[f"{name}_peak_mb"] = timing.peak_megabytes(call, device)
         except (RuntimeError, NotImplementedError) as error:
-            problems.append(f"{layer.name}: {name}: {error}")
+            problems.append(f"{job}: {name}: {error}")
             del calls[name]
-    for name, error in accuracy.errors(layer, tensors, setting.mode, results).items():
+    for name, error in accuracy.errors(layer, tensors, job.mode, results).items():
         row[f"{name}_err"] = error
     results.clear()
-    if setting.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
     progress(0.1)
-    times = timing.measure(calls, setting.device, setting.seconds, lambda share: progress(0.1 + 0.9 * share))
+    if not calls:
+        return row, problems
+    yardsticks = [name for name, peer in PEERS.items() if peer.column not in report.COLUMNS]
+    measured = timing.measure(calls, timer, seconds, lambda share: progress(0.1 + 0.9 * share), yardsticks)
+    times = measured.times
     if "ours" in times:
         row |= {"ours_ms": times["ours"].median, "ours_min_ms": times["ours"].minimum}
-        row["plan"] = plan_of(layer, setting)["choice"]
+        row["plan"] = "+".join(plan["choice"] for plan in plans_of(job, device).values())
     row |= {PEERS[name].column: value.median for name, value in times.items() if name != "ours"}
+    row |= {"floor_ms": floor_ms(layer, job.precision, job.mode, device), "graph": 1 if measured.graph else None}
+    row |= {"clock_ghz": measured.clock_ghz, "note": measured.note}
     return row, problems
 
 
-def run(layers: list[Layer], setting: Setting, shared: dict, csv: Path, console) -> tuple[list[dict], list[str]]:
-    """Run all layers under a progress bar; each row is written as soon as it is there."""
+def run(
+    jobs: list[Job], options: argparse.Namespace, device: torch.device, csv: Path, console
+) -> tuple[list[report.Row], list[str]]:
+    """Run all jobs under a progress bar, and write each row as soon as it is there. Returns rows and problems."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    peers = options.peers or [name for name, peer in PEERS.items() if device.type in peer.devices]
+    seconds = options.seconds or SECONDS[device.type]
+    machine, timer = report.machine(device), timing.timer_for(device)
     rows, problems = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawn between the calls only: a thread that draws by the clock would take a processor from what is timed.
-    with Progress(*columns, console=console, auto_refresh=False) as bar, timing.precision(setting.precision):
-        task = bar.add_task("", total=len(layers))
-        for index, layer in enumerate(layers):
+    with Progress(*columns, console=console, auto_refresh=False) as bar, timing.own_stream(device):
+        task = bar.add_task("", total=len(jobs))
+        for index, job in enumerate(jobs):
 
-            def progress(share: float, layer=layer, index=index) -> None:
-                bar.update(task, description=layer.name, completed=index + share, refresh=True)
+            def progress(share: float, job=job, index=index) -> None:
+                bar.update(task, description=str(job), completed=index + share, refresh=True)
 
             progress(0.0)
-            row, wrong = run_layer(layer, setting, progress)
-            rows.append(shared | row)
+            with timing.precision(job.precision):
+                row, wrong = run_job(job, device, peers, timer, seconds, progress)
+            rows.append(machine | row)
             problems += wrong
             report.append(csv, rows[-1])
             progress(1.0)
     return rows, problems
 
 
-def select_layers(options: argparse.Namespace, device: torch.device) -> list[Layer]:
-    """The layers of the suite that the options leave, at the batch that the device gets."""
-    layers = [layer for layer in load_suite(options.suite) if re.search(options.filter, layer.name)]
-    if options.layout == "channels_last":
-        layers = [layer for layer in layers if layer.dimensions > 1]
-    if not layers:
-        raise ValueError("no layer is left to run")
-    if options.precision == "tf32" and device.type != "cuda":
+def select_jobs(options: argparse.Namespace, device: torch.device) -> list[Job]:
+    """What the options ask for, each layer at the batch that the device gets."""
+    if "tf32" in options.precision and device.type != "cuda":
         raise ValueError("TF32 is a precision of GPUs")
-    return [fit(layer, device, options.batch) for layer in layers]
+    layers = [
+        (Path(suite).stem, fit(layer, device, options.batch))
+        for suite in options.suite
+        for layer in load_suite(suite)
+        if re.search(options.filter, layer.name)
+    ]
+    settings = itertools.product(options.mode, options.precision, options.layout)
+    jobs = [Job(suite, layer, *setting) for setting in settings for suite, layer in layers]
+    jobs = [job for job in jobs if job.layout == "contiguous" or job.layer.dimensions > 1]
+    if not jobs:
+        raise ValueError("no layer is left to run")
+    return jobs
 
 
 def make_console():
@@ -156,7 +214,7 @@ def make_console():
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 130  # a log does not wrap
+        console.width = 180  # a log does not wrap
     return console
 
 
@@ -165,37 +223,34 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     refuse_missing_packages()
     device, why = choose_device(options.device)
-    suite = Path(options.suite).stem
     csv = options.csv or report.RESULTS / f"{file_stem(device)}.csv"
-    chart = options.plot or csv.with_name(f"{file_stem(device)}-{suite}.png")
+    suites = "-".join(Path(suite).stem for suite in options.suite)
+    image = options.plot or csv.with_name(f"{file_stem(device)}-{suites}.png")
     try:
-        layers = select_layers(options, device)
+        jobs = select_jobs(options, device)
         report.check_header(csv)
     except (OSError, ValueError) as error:
         sys.exit(f"fastconvt.bench: {error}")
-    peers = options.peers or [name for name, peer in PEERS.items() if device.type in peer.devices]
-    seconds = options.seconds or SECONDS[device.type]
-    setting = Setting(device, options.precision, options.layout, options.mode, peers, seconds)
     if options.explain:
-        print("\n\n".join(explain(layer, setting) for layer in layers))
+        print("\n\n".join(explain(job, device) for job in jobs))
         return 0
 
     console = make_console()
     console.print(f"running on {device_name(device)} ({why}), {torch.get_num_threads()} CPU threads")
-    for layer in layers:
+    for layer in dict.fromkeys(job.layer for job in jobs):
         console.print(f"  {describe(layer)}")
     if device.type == "cpu" and options.batch is None:
         console.print("on a CPU each layer runs at an eighth of its batch")
-    shared = {key: getattr(options, key) for key in ("mode", "precision", "layout")}
-    rows, problems = run(layers, setting, report.machine(device) | {"suite": suite} | shared, csv, console)
-    limits = {row["layer"]: accuracy.limit(options.precision, row.get("eager_err")) for row in rows}
-    console.print(report.table(rows, device, limits))
+    rows, problems = run(jobs, options, device, csv, console)
+    console.print(report.table(rows, device))
+    for row in rows:
+        if row.get("note"):
+            console.print(f"{row['layer']}, {report.what(row)}: {row['note']}", markup=False)
     for problem in problems:
-        console.print(problem, style="red")
-    report.plot(rows, device, chart)
-    console.print(f"{report.summary(rows)}\nrows: {csv}\nchart: {chart}")
-    accurate = all(row.get("ours_err") is not None and row["ours_err"] <= limits[row["layer"]] for row in rows)
-    return 0 if accurate and not problems else 1
+        console.print(problem, style="red", markup=False)
+    chart.draw(rows, image)
+    console.print(f"{summary.summarise(rows)}\nrows: {csv}\nchart: {image}", markup=False)
+    return 0 if all(map(report.accurate, rows)) and not problems else 1
 
 
 if __name__ == "__main__":

@@ -56,6 +56,39 @@ def eager_other_layout(layer: Layer, tensors: Tensors, layout: str) -> tuple[For
     return forward, replace(tensors, weight=tensors.weight.contiguous(memory_format=there))
 
 
+def flipped(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors] | None:
+    """At stride 1, an ordinary convolution with the weight flipped and transposed; making that is part of the call."""
+    if set(layer.stride) != {1}:
+        return None
+    function = (F.conv1d, F.conv2d, F.conv3d)[layer.dimensions - 1]
+    # Zeros before and after the input of each axis; what both sides have is the convolution's own padding.
+    before = [d * (k - 1) - p for d, k, p in zip(layer.dilation, layer.kernel, layer.padding, strict=True)]
+    after = [size + extra for size, extra in zip(before, layer.output_padding, strict=True)]
+    padding = [max(0, size) for size in before]
+    rest = [(b - p, a - p) for b, a, p in zip(before, after, padding, strict=True)]
+    uneven = [size for pair in reversed(rest) for size in pair]  # as F.pad takes them: the last axis first
+    keywords = {"padding": padding, "groups": layer.groups, "dilation": layer.dilation}
+
+    def forward(t: Tensors) -> torch.Tensor:
+        weight = t.weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+        weight = weight.flip(list(range(2, weight.dim())))
+        input = F.pad(t.input, uneven) if any(uneven) else t.input  # negative sizes crop
+        out = function(input, weight, t.bias, **keywords)
+        return fused_tail(out, t.subtrahend) if layer.fused else out
+
+    return forward, tensors
+
+
+def fill(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
+    """No peer but a yardstick: writing the output and nothing else."""
+    memory_format, like = layer.memory_format(layout), tensors.grad_output
+
+    def forward(t: Tensors) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device, memory_format=memory_format).fill_(1.0)
+
+    return forward, tensors
+
+
 def compiled(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
     torch._dynamo.reset()  # every layer runs the same code object, whose compiled versions are limited in number
     return torch.compile(lambda t: pytorch(layer, t), dynamic=False, fullgraph=True), tensors
@@ -63,7 +96,10 @@ def compiled(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tens
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of PEERS: ``column`` in the results, ``title`` in the table, the modes it can run, the default devices."""
+    """A row of PEERS: ``column`` in the results, ``title`` in the table, the modes it can run, the default devices.
+
+    One whose column is not among those of the results is in the table only, and no speed-up is over it.
+    """
 
     column: str
     title: str
@@ -75,8 +111,10 @@ class Peer:
 PEERS = {
     "eager": Peer("eager_ms", "PyTorch", eager),
     "other": Peer("eager_other_layout_ms", "other layout", eager_other_layout),
+    "flipped": Peer("flipped_ms", "flipped weight", flipped),
     # A compiled backward may free what it needs, so it cannot be repeated on its own.
     "compile": Peer("compile_ms", "torch.compile", compiled, modes=("forward", "train"), devices=("cuda",)),
+    "fill": Peer("fill_ms", "fill", fill, modes=("forward",), devices=()),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 FUSED = "conv_transpose3d_logsumexp_hardswish"
-LAYER_LIST = Path("benchmarks/layers.json")
+SUITES = ("reference", "layers", "relatives")  # all but the first are lists in benchmarks/, in the source tree
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -117,12 +117,13 @@ REFERENCE = (
 
 
 def load_suite(suite: str) -> list[Layer]:
-    """The layers of ``reference``, of ``layers`` (the list in the source tree) or of a JSON file of the same format."""
+    """The layers of one of SUITES, or of a JSON file in the format of those in the source tree."""
     if suite == "reference":
         return list(REFERENCE)
-    path = LAYER_LIST if suite == "layers" else Path(suite)
+    listed = suite in SUITES
+    path = Path("benchmarks", f"{suite}.json") if listed else Path(suite)
     if not path.is_file():
-        hint = "run from the root of the source tree, which has it" if suite == "layers" else "no such file"
+        hint = "run from the root of the source tree, which has it" if listed else "no such file"
         raise FileNotFoundError(f"suite {suite!r}: {path}: {hint}")
     return [Layer.from_json(entry) for entry in json.loads(path.read_text())]
 

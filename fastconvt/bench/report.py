@@ -1,22 +1,27 @@
-"""What the benchmark leaves behind: rows of a CSV file, a table, a chart and a summary."""
+"""The rows that a run leaves in a CSV file, and the table that it prints."""
 
 import csv
 import datetime
-import math
+import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import fastconvt
+from fastconvt.bench import accuracy
 from fastconvt.bench.contestants import PEERS
 from fastconvt.bench.device import device_name
 
+Row = dict[str, str | float | None]
 COLUMNS = [
     *("date", "commit", "gpu", "driver", "torch", "cudnn", "suite", "layer", "mode", "precision", "layout"),
     *("ours_ms", "ours_min_ms", "plan", "eager_ms", "eager_other_layout_ms", "flipped_ms", "compile_ms", "floor_ms"),
     *("ours_err", "eager_err", "ours_peak_mb", "eager_peak_mb", "graph"),
 ]
+SETTING = ("mode", "precision", "layout")  # how a layer is run
+MEASURED = ("_ms", "_err", "_mb")  # how the names of columns with numbers end
 RESULTS = Path("benchmarks/results")
 
 
@@ -43,11 +48,15 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the source tree whose root this runs in, marked where its code is changed; else the version."""
-    if not Path("csrc/ops.cpp").exists():
-        return f"v{fastconvt.__version__}"
+    """The commit of the source tree whose root this runs in, marked where its code is changed.
+
+    Where git does not know: what FASTCONVT_COMMIT says, else the version.
+    """
+    found = output_of("git", "rev-parse", "--short", "HEAD") if Path("csrc/ops.cpp").exists() else ""
+    if not found:
+        return os.environ.get("FASTCONVT_COMMIT") or f"v{fastconvt.__version__}"
     changed = output_of("git", "status", "--porcelain", "--", "csrc", "fastconvt", "setup.py")
-    return output_of("git", "rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    return found + ("-dirty" if changed else "")
 
 
 def check_header(path: Path) -> None:
@@ -58,102 +67,104 @@ def check_header(path: Path) -> None:
                 raise ValueError(f"{path} has other columns than this benchmark writes: move it away")
 
 
-def append(path: Path, row: dict) -> None:
-    """Append a row, and the header to a new file."""
+def append(path: Path, row: Row) -> None:
+    """Append a row, and the header to a new file; what is not one of COLUMNS is for the table only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
         if is_new:
             writer.writeheader()
         writer.writerow({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
-def speed_ups(row: dict) -> dict[str, float]:
+def read(path: Path) -> list[Row]:
+    """The newest row of each layer, mode, precision and layout of each suite, in the order of their first rows.
+
+    Raises:
+        OSError, ValueError: where the file cannot be read or has other columns.
+    """
+    check_header(path)
+    newest = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name in COLUMNS:
+                if name.endswith(MEASURED):
+                    row[name] = float(row[name]) if row[name] else None
+            newest[tuple(row[name] for name in ("gpu", "suite", "layer", "mode", "precision", "layout"))] = row
+    return list(newest.values())
+
+
+def speed_ups(row: Row) -> dict[str, float]:
     """How many times faster than each peer, by the peer's name; nothing where a time is missing."""
     own = row.get("ours_ms")
-    times = {name: row.get(peer.column) for name, peer in PEERS.items()}
+    times = {name: row.get(peer.column) for name, peer in PEERS.items() if peer.column in COLUMNS}
     return {name: time / own for name, time in times.items() if time is not None} if own is not None else {}
 
 
-def table(rows: list[dict], device: torch.device, limits: dict[str, float]):
-    """A rich table: a row a layer, milliseconds; ``limits`` holds the largest error that each may have."""
+def share_of_floor(row: Row, column: str = "ours_ms") -> float | None:
+    """The floor over the time in ``column``: 1 is what the device's limits allow."""
+    time, floor = row.get(column), row.get("floor_ms")
+    return None if time is None or floor is None else floor / time
+
+
+def accurate(row: Row) -> bool:
+    """Whether our error is there and within the rule."""
+    error = row.get("ours_err")
+    return error is not None and error <= accuracy.limit(row["precision"], row.get("eager_err"))
+
+
+def what(row: Row, names: Sequence[str] = SETTING) -> str:
+    """The row's mode, precision and layout in words, or what ``names`` say of them."""
+    return ", ".join(str(row[name]) for name in names)
+
+
+def varying(rows: list[Row]) -> list[str]:
+    """Which of mode, precision and layout are not the same in all rows."""
+    return [name for name in SETTING if len({row[name] for row in rows}) > 1]
+
+
+def table(rows: list[Row], device: torch.device):
+    """A rich table, in milliseconds. What all rows share is in its title, the GPU's clock in its caption."""
     from rich import box
     from rich.table import Table
 
+    differing = varying(rows)
+    shared = [rows[0][name] for name in SETTING if name not in differing]
+    title = ", ".join([f"Milliseconds (median) on {device_name(device)}", f"PyTorch {torch.__version__}", *shared])
+    clocks = [row["clock_ghz"] for row in rows if row.get("clock_ghz")]
+    caption = f"GPU clock while timing: {min(clocks):.2f} to {max(clocks):.2f} GHz" if clocks else None
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     peers = [peer for peer in PEERS.values() if any(row.get(peer.column) is not None for row in rows)]
-    title = f"Milliseconds (median) on {device_name(device)}, PyTorch {torch.__version__}"
-    result = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
-    for heading in ("layer", "device", "dtype"):
+    for heading in ("layer", *differing):
         result.add_column(heading, no_wrap=True)
-    titles = [peer.title for peer in peers]
-    for heading in ("ours", *titles, "speed-up", "against the best", "max error (PyTorch's)"):
+    headings = ["ours", *(peer.title for peer in peers), "speed-up", "against the best"]
+    floors = ["floor", "reached"] if any(row.get("floor_ms") for row in rows) else []
+    for heading in (*headings, *floors, "max error", "PyTorch's"):
         result.add_column(heading, justify="right", overflow="fold")
+    result.add_column("plan", no_wrap=True)
     for row in rows:
-        error, allowed, ratios = row.get("ours_err"), limits[row["layer"]], speed_ups(row)
-        correct = error is not None and error <= allowed
-        result.add_row(
-            row["layer"],
-            device.type,
-            row["precision"],
-            number(row.get("ours_ms")),
-            *(number(row.get(peer.column)) for peer in peers),
-            number(ratios.get("eager"), "{:.1f} x"),
-            number(min(ratios.values(), default=None), "{:.1f} x"),
-            f"{number(error, '{:.1e}')} ({number(row.get('eager_err'), '{:.1e}')})"
-            + ("" if correct else f" > {allowed:.1e}"),
-            style=None if correct else "red",
-        )
+        times = [number(row.get(column)) for column in ("ours_ms", *(peer.column for peer in peers))]
+        style = None if accurate(row) else "red"
+        reached = [number(row.get("floor_ms")), number(share_of_floor(row), "{:.0%}")] if floors else []
+        name = row["layer"] + (" (graph)" if row.get("graph") else "")
+        result.add_row(name, *(row[key] for key in differing), *times, *cells(row, reached), style=style)
     return result
+
+
+def cells(row: Row, reached: list[str]) -> list[str]:
+    """The cells of a row that are not times: speed-ups, what was ``reached`` of the floor, errors and plan."""
+    error, ratios = row.get("ours_err"), speed_ups(row)
+    allowed = accuracy.limit(row["precision"], row.get("eager_err"))
+    return [
+        number(ratios.get("eager"), "{:.1f} x"),
+        number(min(ratios.values(), default=None), "{:.1f} x"),
+        *reached,
+        number(error, "{:.1e}") + ("" if accurate(row) else f" > {allowed:.1e}"),
+        number(row.get("eager_err"), "{:.1e}"),
+        row.get("plan") or "-",
+    ]
 
 
 def number(value: float | None, form: str = "{:.4g}") -> str:
     return "-" if value is None else form.format(value)
-
-
-def summary(rows: list[dict]) -> str:
-    """The geometric mean of the speed-ups over each layer's fastest peer, and the layers that lose to it."""
-    smallest = {row["layer"]: min(ratios.values()) for row in rows if (ratios := speed_ups(row))}
-    if not smallest:
-        return "nothing was compared"
-    mean = math.exp(sum(map(math.log, smallest.values())) / len(smallest))
-    slower = [f"{layer} ({ratio:.2f} x)" for layer, ratio in smallest.items() if ratio < 1]
-    return (
-        f"{len(smallest)} layers, {mean:.2f} times as fast as the fastest peer (geometric mean); "
-        f"slower: {', '.join(slower) or 'none'}"
-    )
-
-
-def plot(rows: list[dict], device: torch.device, path: Path) -> None:
-    """A group of bars a layer: how many times faster than each peer, with both times."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in rows if speed_ups(row)]
-    peers = [name for name in PEERS if any(name in speed_ups(row) for row in rows)]
-    thickness = 0.8 / max(1, len(peers))
-    figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.3 * len(rows) * (len(peers) + 1)), layout="constrained")
-    longest = 1.0
-    for index, name in enumerate(peers):
-        drawn = [(y, row, speed_ups(row)[name]) for y, row in enumerate(rows) if name in speed_ups(row)]
-        positions = [y + (index - (len(peers) - 1) / 2) * thickness for y, _, _ in drawn]
-        ratios = [ratio for _, _, ratio in drawn]
-        longest = max(longest, *ratios)
-        bars = axes.barh(positions, ratios, 0.9 * thickness, label=PEERS[name].title)
-        times = [f"{number(row['ours_ms'])} / {number(row[PEERS[name].column])} ms" for _, row, _ in drawn]
-        texts = [f" {ratio:.1f} x ({both})" for ratio, both in zip(ratios, times, strict=True)]
-        axes.bar_label(bars, texts, fontsize=8)
-    axes.set_yticks(range(len(rows)), [f"{row['layer']}\n{row['mode']}, {row['precision']}" for row in rows])
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlim(0, 1.5 * longest)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("times as fast as the peer (milliseconds: ours / the peer's)")
-    axes.set_title(f"fastconvt on {device_name(device)}, PyTorch {torch.__version__}", fontsize=10)
-    if peers:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
