@@ -13,12 +13,10 @@ namespace {
 using torch::headeronly::MemoryFormat;
 using torch::headeronly::ScalarType;
 
-// One call of an ATen operator with one result; lists are passed as std::vector<int64_t>.
+// One call of an ATen operator with one result.
 template <class... Args>
 Tensor call_aten(const char* name, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return to_tensor(call_operator(name, overload, args...)[0]);
 }
 
 MemoryFormat memory_format(int64_t dim, Layout layout) {
@@ -85,17 +83,9 @@ bool is_channels_last(const Tensor& t) {
   return true;
 }
 
-// Whether the strides are exactly those of a fresh tensor in this layout: a dimension of size 1 may have any other.
-bool has_strides_of(const Tensor& t, Layout layout) {
-  const int64_t dim = t.dim();
-  int64_t dense = 1;
-  for (int64_t i = 0; i < dim; ++i) {
-    const bool last = layout == Layout::kChannelsLast;
-    const int64_t axis = !last ? dim - 1 - i : i == 0 ? 1 : i == dim - 1 ? 0 : dim - i;
-    if (t.strides()[axis] != dense) return false;
-    dense *= std::max<int64_t>(t.sizes()[axis], 1);
-  }
-  return true;
+Tensor allocate(const Call& call, const std::vector<int64_t>& sizes, Layout layout) {
+  return torch::stable::empty(sizes, call.input.scalar_type(), std::nullopt, call.input.device(), std::nullopt,
+                              memory_format(call.spatial + 2, layout));
 }
 
 // The spatial entries of an axis list, for the operator's own number of dimensions.
@@ -138,13 +128,7 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
   if (bias) arguments.tensors.push_back(describe("bias", *bias));
   if (subtrahend) arguments.tensors.push_back(describe("subtrahend", *subtrahend));
   if (grad_output) arguments.tensors.push_back(describe("grad_output", *grad_output));
-  Call call{subtrahend ? Operation::kLogSumExpHardswish : Operation::kConvTranspose,
-            check_arguments(arguments),
-            spatial,
-            input.dim() == spatial + 2,
-            input,
-            weight,
-            bias};
+  Call call{check_arguments(arguments), spatial, input.dim() == spatial + 2, input, weight, bias};
   if (!call.batched) call.input = torch::stable::unsqueeze(input, 0);
   call.problem.allow_tf32 = allow_tf32;
   const bool channels_last = is_channels_last(call.input) || is_channels_last(weight);
@@ -155,12 +139,25 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
   return call;
 }
 
+bool has_strides_of(const Tensor& t, Layout layout) {
+  const int64_t dim = t.dim();
+  int64_t dense = 1;
+  for (int64_t i = 0; i < dim; ++i) {
+    const bool last = layout == Layout::kChannelsLast;
+    const int64_t axis = !last ? dim - 1 - i : i == 0 ? 1 : i == dim - 1 ? 0 : dim - i;
+    if (t.strides()[axis] != dense) return false;
+    dense *= std::max<int64_t>(t.sizes()[axis], 1);
+  }
+  return true;
+}
+
 Tensor allocate_output(const Call& call, int64_t channels, Layout layout) {
   std::vector<int64_t> sizes{call.problem.batch, channels};
   for (int i = 3 - call.spatial; i < 3; ++i) sizes.push_back(call.problem.axis[i].out());
-  return torch::stable::empty(sizes, call.input.scalar_type(), std::nullopt, call.input.device(), std::nullopt,
-                              memory_format(call.spatial + 2, layout));
+  return allocate(call, sizes, layout);
 }
+
+Tensor allocate_input(const Call& call, Layout layout) { return allocate(call, vec(call.input.sizes()), layout); }
 
 Tensor to_layout(const Tensor& tensor, Layout layout) {
   if (layout == Layout::kContiguous && tensor.is_contiguous()) return tensor;

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -20,7 +21,6 @@ inline std::vector<int64_t> vec(IntList list) { return {list.begin(), list.end()
 
 // A checked call: the tensors are dense in problem.layout, and have a batch dimension.
 struct Call {
-  Operation operation;
   Problem problem;
   int spatial;   // 1, 2 or 3: of the operator
   bool batched;  // whether the caller's input has a batch dimension
@@ -29,7 +29,7 @@ struct Call {
   std::optional<Tensor> bias;
 };
 
-// The tensors of a call; those that an operator does not have are absent. With a subtrahend, the call is of the chain.
+// The tensors of a call; those that an operator does not have are absent.
 struct Tensors {
   Tensor input;
   Tensor weight;
@@ -42,8 +42,9 @@ struct Tensors {
 Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
                IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
 
-// A tensor of the output's shape with this many channels, in this layout, uninitialised.
+// A tensor of the output's shape with this many channels, or of the input's, in this layout, uninitialised.
 Tensor allocate_output(const Call& call, int64_t channels, Layout layout);
+Tensor allocate_input(const Call& call, Layout layout);
 
 // Dense in `layout`, copied if need be; sizes of 1 may keep any stride.
 Tensor to_layout(const Tensor& tensor, Layout layout);
@@ -51,6 +52,19 @@ Tensor to_layout(const Tensor& tensor, Layout layout);
 // The output as the caller gets it: with exactly the strides of a fresh tensor in `layout`, which fake tensors promise
 // too, and without the batch dimension if the input had none.
 Tensor finish_output(const Call& call, const Tensor& output, Layout layout);
+
+// Whether the strides are exactly those of a fresh tensor in this layout: a dimension of size 1 may have any other.
+bool has_strides_of(const Tensor& t, Layout layout);
+
+// Calls an operator by name; lists are passed as std::vector<int64_t>. Its results come first in what is returned.
+template <class... Args>
+std::array<StableIValue, sizeof...(Args)> call_operator(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+
+inline Tensor to_tensor(StableIValue value) { return torch::stable::detail::to<Tensor>(value); }
 
 // The candidate "aten": PyTorch's own operators, float16 and bfloat16 computed in float32 on the CPU.
 Tensor aten_conv_transpose(const Call& call);

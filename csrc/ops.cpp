@@ -40,11 +40,17 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "SymInt[3] dilation, bool[4] output_mask, *, float min=-1.0, float max=1.0, bool allow_tf32=False) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
-  // The kernels behind the chain's backward operator, where its plan chooses them.
+  // What the backward operators of a GPU hand over to ATen, in Python: the plain one's gradients that no kernel of ours
+  // makes (bits 0, 1, 2 of the mask, as in output_mask; the others are empty), and the chain's, all of them (bits 0 to
+  // 3).
   m.def(
-      "_logsumexp_hardswish_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, Tensor subtrahend, "
-      "SymInt[3] stride, SymInt[3] padding, SymInt[3] output_padding, SymInt groups, SymInt[3] dilation, "
-      "bool[4] output_mask, float min, float max) -> (Tensor, Tensor, Tensor, Tensor)");
+      "_conv_transpose_aten_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[] stride, "
+      "SymInt[] padding, SymInt[] output_padding, SymInt groups, SymInt[] dilation, int mask, bool allow_tf32) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "_logsumexp_hardswish_aten_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, "
+      "Tensor subtrahend, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, "
+      "SymInt[] dilation, int mask, float min, float max, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // For each device's library: what the plan would choose and why, as JSON; and the candidate that every following call
   // must use ("" for the plan's own choice), which returns the one before.

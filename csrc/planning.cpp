@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 
 namespace fastconvt {
 namespace {
@@ -20,15 +21,31 @@ bool log_wanted() {
   return value != nullptr && std::string(value) == "1";
 }
 
+const std::string kPlain = "conv_transpose";
+
+// The operation of an operator named conv_transpose{1,2,3}d and what follows.
+std::optional<Operation> find_operation(const std::string& op) {
+  const size_t end = kPlain.size() + 2;
+  if (op.size() < end || op.compare(0, kPlain.size(), kPlain) != 0 || op[end - 1] != 'd') return std::nullopt;
+  const char spatial = op[end - 2];
+  const std::string rest = op.substr(end);
+  if (spatial < '1' || spatial > '3') return std::nullopt;
+  if (rest.empty()) return Operation::kConvTranspose;
+  if (rest == "_input_gradient") return Operation::kInputGradient;
+  if (rest == "_weight_gradient") return Operation::kWeightGradient;
+  if (spatial == '3' && rest == "_logsumexp_hardswish") return Operation::kLogSumExpHardswish;
+  if (spatial == '3' && rest == "_logsumexp_hardswish_backward") return Operation::kChainGradients;
+  return std::nullopt;
+}
+
 }  // namespace
 
 std::string plan_json(const DeviceInfo& device, const std::string& op, IntList input, IntList weight, bool bias,
                       IntList stride, IntList padding, IntList output_padding, int64_t groups, IntList dilation,
                       const std::string& dtype, const std::string& layout, bool allow_tf32) {
-  const bool chain = op == "conv_transpose3d_logsumexp_hardswish";
-  const bool plain = op == "conv_transpose1d" || op == "conv_transpose2d" || op == "conv_transpose3d";
-  STD_TORCH_CHECK(chain || plain, "fastconvt.plan: no operator with a plan is called ", op);
-  const int spatial = op[14] - '0';
+  const std::optional<Operation> operation = find_operation(op);
+  STD_TORCH_CHECK(operation, "fastconvt.plan: no operator with a plan is called ", op);
+  const int spatial = op[kPlain.size()] - '0';
   Arguments arguments{op,
                       spatial,
                       {{"input", vec(input), dtype, ""}, {"weight", vec(weight), dtype, ""}},
@@ -41,13 +58,12 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
   Problem problem = check_arguments(arguments);
   problem.layout = layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous;
   problem.allow_tf32 = allow_tf32;
-  const Operation operation = chain ? Operation::kLogSumExpHardswish : Operation::kConvTranspose;
-  return make_plan(operation, problem, device, current_force()).to_json();
+  return make_plan(*operation, problem, device, current_force()).to_json();
 }
 
-Plan plan_call(const Call& call, const DeviceInfo& device) {
+Plan plan_operation(Operation operation, const Problem& problem, const DeviceInfo& device) {
   static const bool log = log_wanted();
-  Plan plan = make_plan(call.operation, call.problem, device, current_force());
+  Plan plan = make_plan(operation, problem, device, current_force());
   if (log) std::fprintf(stderr, "fastconvt: %s\n", plan.to_line().c_str());
   return plan;
 }

@@ -1,4 +1,4 @@
-"""The backward operators: the gradients of a transposed convolution through ATen, and those of the fused chain."""
+"""The backward operators where no kernels of our own make the gradients: through ATen, and composed for the chain."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastconvt._precision import aten_convolutions
 from fastconvt._shapes import Call, dense_strides, output_layout
-from fastconvt.planning import plan
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHUNK_BYTES = 48 * 2**20  # of one temporary of the fused chain's backward; four or five live at a time
@@ -113,12 +112,9 @@ def chain_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of conv_transpose3d_logsumexp_hardswish with respect to ``tensors``, of a checked call.
 
-    On a GPU our own kernels compute them where the plan chooses those. Elsewhere, and for ``force("aten")``, the
-    convolution is recomputed a chunk of the batch at a time, in float32 for halves, so that its full output never
+    The convolution is recomputed a chunk of the batch at a time, in float32 for halves, so that its full output never
     exists; the gradients of weight, bias and subtrahend are summed in that precision and rounded once.
     """
-    if _fused_is_chosen(tensors, call):
-        return _fused_chain_backward(grad_output, tensors, call, mask, min, max)
     input, weight, bias, subtrahend = tensors
     precision = torch.float32 if input.dtype in _HALVES else input.dtype
     batched = input.dim() == weight.dim()
@@ -167,48 +163,6 @@ def chain_backward(
     )
     shape = subtrahend.shape if mask[3] else (0,)
     return grad_input, grad_weight, grad_bias, grad_subtrahend.to(input.dtype).expand(shape).clone()
-
-
-def _fused_is_chosen(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor], call: Call) -> bool:
-    input, weight, bias, _ = tensors
-    if input.device.type != "cuda" or input.numel() == 0:
-        return False
-    stride, padding, output_padding, groups, dilation, _ = call
-    chosen = plan(
-        "conv_transpose3d_logsumexp_hardswish",
-        input.shape,
-        weight.shape,
-        bias=bias is not None,
-        stride=stride,
-        padding=padding,
-        output_padding=output_padding,
-        groups=groups,
-        dilation=dilation,
-        dtype=input.dtype,
-        memory_format=output_layout(input, weight),
-        device=input.device,
-    )
-    return chosen["choice"] == "fused"
-
-
-def _fused_chain_backward(
-    grad_output: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
-    call: Call,
-    mask: Sequence[bool],
-    min: float,
-    max: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    input, weight, _, subtrahend = tensors
-    grads = torch.ops.fastconvt._logsumexp_hardswish_backward(grad_output, *tensors, *call[:-1], list(mask), min, max)
-    grad_input, grad_weight, grad_bias, grad_subtrahend = grads
-    strides = gradient_strides(input, weight)
-    return (
-        _as(grad_input.reshape(input.shape), input, strides[0]) if mask[0] else grad_input,
-        _as(grad_weight, input, strides[1]) if mask[1] else grad_weight,
-        grad_bias,
-        grad_subtrahend.reshape(subtrahend.shape) if mask[3] else grad_subtrahend,
-    )
 
 
 def _tail_backward(grad_output: Tensor, u: Tensor, subtrahend: Tensor, min: float, max: float) -> tuple[Tensor, Tensor]:

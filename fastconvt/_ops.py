@@ -97,6 +97,29 @@ def _register_chain(name: str) -> None:
     _autograd.register_derivative(_LIBRARY, f"{name}_backward", 5, (), _autograd.chain_backward_formula)
 
 
+def _register_aten_backward() -> None:
+    """What the backward operators of a GPU call for gradients that no kernel of ours makes; they have checked the call.
+
+    ``mask`` has bit i for the i-th gradient.
+    """
+
+    def unpack(rest: Sequence, grad_output: Tensor, gradients: int) -> tuple:
+        *geometry, mask = rest
+        return _shapes.Call(*geometry, grad_output.shape), [bool(mask >> i & 1) for i in range(gradients)]
+
+    def plain(grad_output: Tensor, input: Tensor, weight: Tensor, *rest: Any) -> tuple:
+        call, mask = unpack(rest[:-1], grad_output, 3)
+        return _gradients.conv_transpose_backward(grad_output, input, weight, call, mask, rest[-1])
+
+    def chain(grad_output: Tensor, *args: Any) -> tuple:
+        tensors, rest, settings = args[:4], args[4:-3], args[-3:]
+        call, mask = unpack(rest, grad_output, 4)
+        return _gradients.chain_backward(grad_output, tensors, call, mask, *settings)
+
+    _LIBRARY.impl("_conv_transpose_aten_backward", plain, "CompositeExplicitAutograd")
+    _LIBRARY.impl("_logsumexp_hardswish_aten_backward", chain, "CompositeExplicitAutograd")
+
+
 def _register(name: str, fake: Callable, backward: Callable, fake_backward: Callable) -> None:
     torch.library.register_fake(f"fastconvt::{name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"fastconvt::{name}_backward", fake_backward, lib=_LIBRARY)
@@ -155,4 +178,5 @@ _register_chain(_CHAIN)
 for _name in (*_PLAIN, _CHAIN):
     for _device in ("cpu", "cuda"):
         _register_autocast(_name, _device)
+_register_aten_backward()
 _register_flop()

@@ -182,6 +182,34 @@ def draw_case(integer, max_elements=20_000):
     return case if work <= 50 * max_elements else draw_case(integer, max_elements)
 
 
+def draw_relative(integer, max_elements=100_000):
+    """A relative of one of the two reference layers: few channels a group, small kernels, and long rows at times."""
+    ndim = integer(1, 3)
+    few = ((1, 2, 3, 4), (4, 8, 16), (8,))[integer(0, 2)] if ndim < 3 else (1, 2, 3, 3, 4, 5)
+    many = ((16,), (4, 8, 16, 32), range(1, 34))[integer(0, 2)]
+    groups = integer(1, 5) if ndim < 3 else 1
+    channels_in, channels_out = (of[integer(0, len(of) - 1)] for of in (few, many))
+    axes = []
+    for axis in range(ndim):
+        longest = 20 if ndim == 3 or axis < ndim - 1 else (70, 70, 600)[integer(0, 2)]
+        kernel, stride, dilation = integer(1, 5), integer(1, 3), integer(1, 3) if integer(0, 1) else 1
+        axes.append(_finish_axis(integer, integer(1, longest), kernel, stride, dilation))
+    size, kernel, stride, padding, output_padding, dilation = zip(*axes, strict=True)
+    case = Case(
+        "relative",
+        (integer(1, 3), groups * channels_in, *size),
+        (groups * channels_in, channels_out, *kernel),
+        stride,
+        padding,
+        output_padding,
+        groups,
+        dilation,
+        bias=integer(0, 1) > 0,
+    )
+    work = torch.Size(case.output).numel() * torch.Size(kernel).numel()
+    return case if work <= 50 * max_elements else draw_relative(integer, max_elements)
+
+
 def _draw_axis(integer, longest):
     size = integer(1, longest) if integer(0, 5) else 1
     kernel = integer(1, 5) if integer(0, 9) else integer(6, 17)
@@ -189,6 +217,10 @@ def _draw_axis(integer, longest):
     if integer(0, 4) == 0:
         stride = kernel
     dilation = integer(1, 4) if integer(0, 2) == 0 else 1
+    return _finish_axis(integer, size, kernel, stride, dilation)
+
+
+def _finish_axis(integer, size, kernel, stride, dilation):
     output_padding = integer(0, max(stride, dilation) - 1) if integer(0, 1) else 0
     span = (size - 1) * stride + dilation * (kernel - 1) + output_padding  # padding must leave one output
     padding = min(integer(0, kernel) if integer(0, 5) else integer(0, 20), span // 2)

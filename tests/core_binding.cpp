@@ -13,6 +13,7 @@
 
 namespace py = pybind11;
 using fastconvt::Axis;
+using fastconvt::Operation;
 using fastconvt::Problem;
 
 namespace {
@@ -36,12 +37,13 @@ Problem check_arguments(const std::string& op, int spatial, const std::deque<Ten
   return fastconvt::check_arguments(arguments);
 }
 
-// The plan on a GPU whose kernels cannot run for the reason `refusal`, "" if they can.
-std::string plan_on_gpu(const Problem& problem, bool chain, const std::string& refusal, const std::string& forced) {
+// The plan on a GPU of this compute capability, whose kernels cannot run for the reason `refusal`, "" if they can.
+std::string plan_on_gpu(Operation operation, const Problem& problem, int capability, const std::string& refusal,
+                        const std::string& forced) {
   fastconvt::DeviceInfo device;
   device.cuda = true;
+  device.capability = capability;
   device.refusal = refusal;
-  const auto operation = chain ? fastconvt::Operation::kLogSumExpHardswish : fastconvt::Operation::kConvTranspose;
   return fastconvt::make_plan(operation, problem, device, forced).to_json();
 }
 
@@ -68,5 +70,11 @@ PYBIND11_MODULE(core_binding, m) {
       .def("macs", &Problem::macs)
       .def("bytes", &Problem::bytes);
   m.def("check_arguments", &check_arguments);
+  py::enum_<Operation>(m, "Operation")
+      .value("CONV_TRANSPOSE", Operation::kConvTranspose)
+      .value("INPUT_GRADIENT", Operation::kInputGradient)
+      .value("WEIGHT_GRADIENT", Operation::kWeightGradient)
+      .value("CHAIN", Operation::kLogSumExpHardswish)
+      .value("CHAIN_GRADIENTS", Operation::kChainGradients);
   m.def("plan_on_gpu", &plan_on_gpu);
 }

@@ -18,7 +18,7 @@ import warnings
 import torch
 
 from tests import harness, reference
-from tests.cases import DTYPES, draw_case, to_channels_last
+from tests.cases import DTYPES, draw_case, draw_relative, to_channels_last
 from tests.illegal import CHAIN, draw_call
 
 MAX_FAILURES = 20  # then it stops: they have one cause, most likely
@@ -32,33 +32,55 @@ def make_view(source, tensor):
     return source.choices(kinds, weights=[6, 3] + [1] * len(harness.VIEWS))[0](tensor)
 
 
-def legal_problem(source, device):
+def sprinkle(source, tensor):
+    """Put inf, -inf, NaN or huge values at a few places of the tensor."""
+    flat = tensor.view(-1)
+    for _ in range(source.randint(1, 3)):
+        flat[source.randrange(flat.numel())] = source.choice((torch.inf, -torch.inf, torch.nan, 3e4))
+
+
+def legal_problem(source, device, relatives):
     """A description of the problem, and a function that runs it."""
-    case = draw_case(source.randint)
+    case = (draw_relative if relatives else draw_case)(source.randint)
     dtype = source.choices(DTYPES, weights=[4, 1, 2, 2])[0]
     x, w, b = case.tensors(dtype, device, seed=source.getrandbits(32))
+    special = relatives and source.random() < 0.15
+    if special:
+        sprinkle(source, source.choice((x, w)))
     x, w = make_view(source, x), make_view(source, w)
     b = None if b is None else make_view(source, b)
     grad = make_view(source, case.grad_output(dtype, device, seed=source.getrandbits(32)))
-    chain = case.ndim == 3 and source.random() < 0.4
+    chain = case.ndim == 3 and (relatives or source.random() < 0.4)
+    tf32 = dtype == torch.float32 and device != "cpu" and source.random() < 0.3
     strides = {"input": x.stride(), "weight": w.stride(), "grad_output": grad.stride()}
     # cuDNN searches for its algorithm at each new shape, which takes longer than all the rest.
-    skip = ("aten",) if device != "cpu" and source.random() < 0.9 else ()
+    skip = ("aten",) if (device != "cpu" and source.random() < 0.9) or special else ()
     run = run_chain if chain else run_convolution
-    return f"{'chain of ' * chain}{case}: {case!r} {dtype} {strides}", lambda: run(case, x, w, b, grad, device, skip)
+    name = f"{'chain of ' * chain}{case}: {case!r} {'tf32 ' * tf32}{dtype} {strides}"
+    return name, lambda: run(case, x, w, b, grad, device, tf32, skip)
 
 
-def run_convolution(case, x, w, b, grad, device, skip):
+def run_convolution(case, x, w, b, grad, device, tf32, skip):
     last = harness.is_channels_last(x if case.batched else x[None]) or harness.is_channels_last(w)
-    call = functools.partial(harness.forward, case, x, w, b)
-    outputs = list(harness.on_every_candidate(case, call, x.dtype, device, channels_last=last, skip=skip))
-    harness.check_every(outputs, reference.output_rule(x, w, b, *case.args))
+    options = {"channels_last": last, "tf32": tf32, "skip": skip}
+    call = functools.partial(harness.forward, case, x, w, b, allow_tf32=tf32)
+    outputs = list(harness.on_every_candidate(case, call, x.dtype, device, **options))
+    harness.check_every(outputs, reference.output_rule(x, w, b, *case.args, tf32=tf32))
     strides = harness.expected_strides(case, x, w)
     outputs.append(("fake", harness.forward(case, *map(to_meta, (x, w, b)))))
     for name, y in outputs:
         assert y.stride() == strides, f"{name}: strides {y.stride()}, not {strides}"
-    grads = harness.backward(case, grad, x, w)
-    reference.assert_gradients_accurate(grads, grad, x, w, *case.args)
+    rule = reference.gradients_rule(grad, x, w, *case.args, tf32=tf32)
+    call = functools.partial(harness.backward, case, grad, x, w, allow_tf32=tf32)
+    for name, grads in harness.on_every_gradient(case, call, x.dtype, device, **options):
+        check(name, rule, grads)
+
+
+def check(name, rule, values):
+    try:
+        rule(values)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
 
 
 def to_meta(tensor):
@@ -68,16 +90,20 @@ def to_meta(tensor):
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def run_chain(case, x, w, b, grad, device, skip):
+def run_chain(case, x, w, b, grad, device, tf32, skip):
     arguments = x, w, b, torch.full((1,), 0.25, dtype=x.dtype, device=device)
-    call = functools.partial(getattr(torch.ops.fastconvt, CHAIN), *arguments, *case.args, **BOUNDS)
-    outputs = harness.on_every_candidate(case, call, x.dtype, device, op=CHAIN, skip=skip)
-    harness.check_every(outputs, reference.chain_rule(*arguments, *case.args, **BOUNDS))
+    call = functools.partial(getattr(torch.ops.fastconvt, CHAIN), *arguments, *case.args, **BOUNDS, allow_tf32=tf32)
+    outputs = harness.on_every_candidate(case, call, x.dtype, device, op=CHAIN, tf32=tf32, skip=skip)
+    harness.check_every(outputs, reference.chain_rule(*arguments, *case.args, **BOUNDS, tf32=tf32))
+    if not (x.isfinite().all() and w.isfinite().all()):
+        return
     grad = reference.away_from_bounds(grad.narrow(-4, 0, 1), *arguments, *case.args, **BOUNDS)
     mask = [True, True, b is not None, True]
-    grads = getattr(torch.ops.fastconvt, f"{CHAIN}_backward")(grad, *arguments, *case.args, mask, **BOUNDS)
-    grads = [g if asked else None for g, asked in zip(grads, mask, strict=True)]
-    reference.assert_chain_gradients_accurate(grads, grad, *arguments, *case.args, **BOUNDS)
+    rule = reference.chain_gradients_rule(grad, *arguments, *case.args, **BOUNDS)
+    op = f"{CHAIN}_backward"
+    call = functools.partial(getattr(torch.ops.fastconvt, op), grad, *arguments, *case.args, mask, **BOUNDS)
+    for name, grads in harness.on_every_candidate(case, call, x.dtype, device, op=op, skip=skip):
+        check(name, rule, [g if asked else None for g, asked in zip(grads, mask, strict=True)])
 
 
 def illegal_problem(source, device):
@@ -94,11 +120,11 @@ def illegal_problem(source, device):
     return f"illegal {call}", run
 
 
-def run_problem(seed, number, device):
+def run_problem(seed, number, device, relatives):
     """Whether the problem was legal; what it raises is the failure."""
     source = random.Random(f"{seed}-{number}")
-    legal = source.random() < 0.75
-    description, run = (legal_problem if legal else illegal_problem)(source, device)
+    legal = relatives or source.random() < 0.75
+    description, run = legal_problem(source, device, relatives) if legal else illegal_problem(source, device)
     try:
         run()
     except Exception as error:
@@ -113,13 +139,15 @@ def parse_arguments():
     parser.add_argument("--problems", type=int, default=sys.maxsize, help="or after so many problems")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--relatives", action="store_true", help="legal relatives of the two reference layers only")
     parser.add_argument("--first", type=int, default=0, help="the number of the first problem")
     return parser.parse_args()
 
 
 def run_problems(options, start, counts):
     """Run problems until time, number or failures are used up; `counts` tells the watching process how far it came."""
-    again = f"python -m tests.fuzz --device {options.device} --seed {options.seed} --problems 1 --first"
+    kind = "--relatives " * options.relatives
+    again = f"python -m tests.fuzz {kind}--device {options.device} --seed {options.seed} --problems 1 --first"
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     shown = time.monotonic()
     with harness.poisoned_memory(options.device):
@@ -129,7 +157,7 @@ def run_problems(options, start, counts):
             number = options.first + counts[DONE]
             counts[DONE] += 1
             try:
-                counts[LEGAL] += run_problem(options.seed, number, options.device)
+                counts[LEGAL] += run_problem(options.seed, number, options.device, options.relatives)
             except Exception:
                 counts[FAILURES] += 1
                 traceback.print_exc()

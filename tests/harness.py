@@ -14,7 +14,7 @@ require_operators()  # or each test would fail in its own way
 F_FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def candidates(case, dtype, device, op=None, channels_last=False):
+def candidates(case, dtype, device, op=None, channels_last=False, tf32=False):
     """The names of the plan's candidates that support the call."""
     stride, padding, output_padding, groups, dilation = case.args
     plan = fastconvt.plan(
@@ -30,15 +30,27 @@ def candidates(case, dtype, device, op=None, channels_last=False):
         dtype=dtype,
         memory_format=layout(case, channels_last),
         device=device,
+        allow_tf32=tf32,
     )
     names = [row["name"] for row in plan["candidates"] if row["supported"]]
     assert plan["choice"] in names, f"the plan chose {plan['choice']}, which does not support the call"
     return names
 
 
-def on_every_candidate(case, call, dtype, device, op=None, channels_last=False, skip=()):
+def on_every_candidate(case, call, dtype, device, op=None, channels_last=False, tf32=False, skip=()):
     """(name, call()) with each candidate of the plan forced, but those to ``skip``."""
-    for name in candidates(case, dtype, device, op, channels_last):
+    yield from _on_each(candidates(case, dtype, device, op, channels_last, tf32), call, skip)
+
+
+def on_every_gradient(case, call, dtype, device, channels_last=False, tf32=False, skip=()):
+    """(name, call()) with each candidate for the gradients of input or weight forced, but those to ``skip``."""
+    ops = [f"{case.op}_{which}_gradient" for which in ("input", "weight")]
+    names = [name for op in ops for name in candidates(case, dtype, device, op, channels_last, tf32)]
+    yield from _on_each(list(dict.fromkeys(names)), call, skip)
+
+
+def _on_each(names, call, skip):
+    for name in names:
         if name in skip:
             continue
         with fastconvt.force(name):

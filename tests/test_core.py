@@ -191,25 +191,54 @@ def test_counts_of_a_problem(core, case):
     assert problem.bytes() == 4 * elements
 
 
-@pytest.fixture(scope="module")
-def depthwise(core):
-    """A layer that is planned to our own kernels on a GPU."""
-    tensors = [("input", [8, 64, 5, 32, 32], "float32", ""), ("weight", [64, 1, 4, 4, 4], "float32", "")]
-    return core.check_arguments("conv_transpose3d", 3, tensors, [2], [1], [0], 64, [1])
+def problem(core, name):
+    """A case as csrc/core has it."""
+    case = BY_NAME[name]
+    tensors = [("input", list(case.input), "float32", ""), ("weight", list(case.weight), "float32", "")]
+    stride, padding, output_padding, groups, dilation = case.args
+    return core.check_arguments(case.op, case.ndim, tensors, stride, padding, output_padding, groups, dilation)
 
 
-@pytest.mark.parametrize("chain, own", [(False, "gather"), (True, "fused")])
-def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, depthwise, chain, own):
-    assert json.loads(core.plan_on_gpu(depthwise, chain, "", ""))["choice"] == own
-    plan = json.loads(core.plan_on_gpu(depthwise, chain, "the driver is too old", ""))
+def plan_on_gpu(core, operation, name, capability=90, refusal="", forced=""):
+    found = core.plan_on_gpu(getattr(core.Operation, operation), problem(core, name), capability, refusal, forced)
+    return json.loads(found)
+
+
+OWN = [
+    ("CONV_TRANSPOSE", "reference_2d", ["gather", "rows"]),
+    ("INPUT_GRADIENT", "reference_2d", ["rows_dgrad"]),
+    ("WEIGHT_GRADIENT", "reference_2d", ["rows_wgrad"]),
+    ("CHAIN", "reference_3d", ["fused_mma", "fused"]),
+    ("CHAIN_GRADIENTS", "reference_3d", ["fused_mma", "fused"]),
+]
+
+
+@pytest.mark.parametrize("operation, name, own", OWN)
+def test_every_own_candidate_can_make_its_reference_layer(core, operation, name, own):
+    plan = plan_on_gpu(core, operation, name)
+    assert [row["name"] for row in plan["candidates"] if row["supported"]] == [*own, "aten"]
+    assert plan["choice"] == own[-1 if operation == "CONV_TRANSPOSE" else 0]
+    for forced in (*own, "aten"):
+        assert plan_on_gpu(core, operation, name, forced=forced)["choice"] == forced
+
+
+@pytest.mark.parametrize("operation, name, own", OWN)
+def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, operation, name, own):
+    plan = plan_on_gpu(core, operation, name, refusal="the driver is too old")
     assert plan["choice"] == "aten"
     reasons = {row["name"]: row["reason"] for row in plan["candidates"]}
-    assert reasons == {own: "the driver is too old", "aten": ""}
-    with pytest.raises(RuntimeError, match=f"{own} cannot make this call: the driver is too old"):
-        core.plan_on_gpu(depthwise, chain, "the driver is too old", own)
+    assert {reasons[name] for name in own} == {"the driver is too old"}
+    with pytest.raises(RuntimeError, match=f"{own[0]} cannot make this call: the driver is too old"):
+        plan_on_gpu(core, operation, name, refusal="the driver is too old", forced=own[0])
 
 
-def test_a_forced_candidate_of_another_operation_or_device_changes_nothing(core, depthwise):
-    for forced in ("fused", "phase_portable"):
-        assert json.loads(core.plan_on_gpu(depthwise, False, "", forced))["choice"] == "gather"
-    assert json.loads(core.plan_on_gpu(depthwise, False, "", "aten"))["choice"] == "aten"
+@pytest.mark.parametrize("operation, name, own", OWN)
+def test_an_older_gpu_is_left_to_the_kernels_that_it_can_run(core, operation, name, own):
+    names = [row["name"] for row in plan_on_gpu(core, operation, name, capability=75)["candidates"] if row["supported"]]
+    assert names == [name for name in own if name in ("gather", "fused")] + ["aten"]
+
+
+def test_a_forced_candidate_of_another_operation_or_device_changes_nothing(core):
+    for forced in ("fused", "phase_portable", "rows_dgrad"):
+        choice = plan_on_gpu(core, "CONV_TRANSPOSE", "reference_2d", forced=forced)["choice"]
+        assert choice == plan_on_gpu(core, "CONV_TRANSPOSE", "reference_2d")["choice"]

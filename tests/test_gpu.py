@@ -1,5 +1,6 @@
 """What only a GPU can show: streams, graphs, devices, precision, sizes beyond 32 bits, memory."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 
 import fastconvt
 from tests import harness, reference
-from tests.cases import BY_NAME, Case
+from tests.cases import BY_NAME, CASES, Case
 from tests.illegal import CHAIN
 
 pytestmark = [pytest.mark.gpu]
@@ -128,6 +129,19 @@ def test_precision_is_the_operators_own(allow_tf32, global_flag):
                 grads = harness.backward(case, grad, x, w, allow_tf32=allow_tf32)
             reference.assert_accurate(y, x, w, b, *case.args, tf32=allow_tf32)
             reference.assert_gradients_accurate(grads, grad, x, w, *case.args, tf32=allow_tf32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_candidate_where_tf32_is_allowed(case):
+    tensors = case.tensors(device=CUDA)
+    call = functools.partial(harness.forward, case, *tensors, allow_tf32=True)
+    outputs = harness.on_every_candidate(case, call, torch.float32, CUDA, tf32=True)
+    harness.check_every(outputs, reference.output_rule(*tensors, *case.args, tf32=True))
+    if case.ndim == 3 and case.output[-4] > 0:
+        tensors = *tensors, torch.tensor([0.25], device=CUDA)
+        call = functools.partial(getattr(torch.ops.fastconvt, CHAIN), *tensors, *case.args, allow_tf32=True)
+        outputs = harness.on_every_candidate(case, call, torch.float32, CUDA, op=CHAIN, tf32=True)
+        harness.check_every(outputs, reference.chain_rule(*tensors, *case.args, tf32=True))
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=str)

@@ -5,6 +5,12 @@
 #include <cstdio>
 #include <stdexcept>
 
+#include "chain_backward.h"
+#include "chain_mma.h"
+#include "rows.h"
+#include "rows_gradient.h"
+#include "rows_mma.h"
+
 namespace fastconvt {
 namespace {
 
@@ -118,6 +124,22 @@ bool gather_wins(const Problem& p) {
 
 double own_cuda_cost(Operation, const Problem& p, const DeviceInfo&) { return 0.005 + 3.2 * cuda_floor(p); }
 
+// The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0.
+template <int kCapability, std::string (*kRefusal)(const Problem&)>
+std::string family_refusal(const Problem& p, const DeviceInfo& device) {
+  if (!device.refusal.empty()) return device.refusal;
+  if (device.capability < kCapability) {
+    return "a GPU of compute capability below " + std::to_string(kCapability / 10) + "." +
+           std::to_string(kCapability % 10);
+  }
+  return kRefusal(p);
+}
+
+template <int kPercent>
+double family_cost(Operation, const Problem& p, const DeviceInfo&) {
+  return 0.005 + kPercent / 100.0 * cuda_floor(p);
+}
+
 // The unfused chain passes over the convolution's output some ten times.
 double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
   const double passes = operation == Operation::kLogSumExpHardswish ? ms(10 * p.bytes(), 4.3e12) : 0;
@@ -126,35 +148,45 @@ double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) 
 
 std::string never(const Problem&, const DeviceInfo&) { return ""; }
 
-enum class Makes { kConvTranspose, kLogSumExpHardswish, kBoth };
+// The operations that a row is for.
+constexpr unsigned bit(Operation operation) { return 1u << static_cast<int>(operation); }
+constexpr unsigned kForward = bit(Operation::kConvTranspose);
+constexpr unsigned kChain = bit(Operation::kLogSumExpHardswish);
+constexpr unsigned kChainGradients = bit(Operation::kChainGradients);
+constexpr unsigned kAny = ~0u;
 
 struct Row {
   CandidateId id;
   const char* name;
   bool cuda;
-  Makes makes;
+  unsigned makes;
   std::string (*refusal)(const Problem&, const DeviceInfo&);
   double (*cost)(Operation, const Problem&, const DeviceInfo&);
 };
 
 const Row kTable[] = {
-    {CandidateId::kPhaseAvx512, "phase_avx512", false, Makes::kBoth,
+    {CandidateId::kPhaseAvx512, "phase_avx512", false, kForward | kChain,
      [](const Problem&, const DeviceInfo& d) { return needs(d.avx512, "AVX-512"); },
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kAvx512Rate); }},
-    {CandidateId::kPhaseAvx2, "phase_avx2", false, Makes::kBoth,
+    {CandidateId::kPhaseAvx2, "phase_avx2", false, kForward | kChain,
      [](const Problem&, const DeviceInfo& d) { return needs(d.avx2, "AVX2 and FMA"); },
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kAvx2Rate); }},
-    {CandidateId::kPhasePortable, "phase_portable", false, Makes::kBoth, never,
+    {CandidateId::kPhasePortable, "phase_portable", false, kForward | kChain, never,
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kPortableRate); }},
-    {CandidateId::kAten, "aten", false, Makes::kBoth, never, aten_cpu_cost},
-    {CandidateId::kGather, "gather", true, Makes::kConvTranspose, cuda_refusal, own_cuda_cost},
-    {CandidateId::kFused, "fused", true, Makes::kLogSumExpHardswish, fused_refusal, own_cuda_cost},
-    {CandidateId::kAten, "aten", true, Makes::kBoth, never, aten_cuda_cost},
+    {CandidateId::kAten, "aten", false, kAny, never, aten_cpu_cost},
+    {CandidateId::kGather, "gather", true, kForward, cuda_refusal, own_cuda_cost},
+    {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<170>},
+    {CandidateId::kRowsMma, "rows_mma", true, kForward, family_refusal<90, rows_mma_refusal>, family_cost<150>},
+    {CandidateId::kRows, "rows_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<80, rows_input_gradient_refusal>, family_cost<150>},
+    {CandidateId::kRows, "rows_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<80, rows_weight_gradient_refusal>, family_cost<150>},
+    {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>, family_cost<200>},
+    {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
+     family_cost<200>},
+    {CandidateId::kFused, "fused", true, kChain | kChainGradients, fused_refusal, own_cuda_cost},
+    {CandidateId::kAten, "aten", true, kAny, never, aten_cuda_cost},
 };
-
-bool makes(const Row& row, Operation operation) {
-  return row.makes == Makes::kBoth || (row.makes == Makes::kConvTranspose) == (operation == Operation::kConvTranspose);
-}
 
 std::string format(const char* pattern, double value) {
   char text[32];
@@ -167,7 +199,7 @@ std::string format(const char* pattern, double value) {
 Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced) {
   Plan plan{{}, -1};
   for (const Row& row : kTable) {
-    if (row.cuda != device.cuda || !makes(row, operation)) continue;
+    if (row.cuda != device.cuda || (row.makes & bit(operation)) == 0) continue;
     std::string refusal = row.refusal(problem, device);
     const bool can = refusal.empty();
     if (row.name == forced) {

@@ -9,11 +9,11 @@
 
 namespace fastconvt {
 
-enum class Operation { kConvTranspose, kLogSumExpHardswish };
+enum class Operation { kConvTranspose, kInputGradient, kWeightGradient, kLogSumExpHardswish, kChainGradients };
 
 // The implementations, one row each in plan.cpp. kAten is PyTorch's own (oneDNN, cuDNN), so that the plan never loses
 // to it.
-enum class CandidateId { kPhaseAvx512, kPhaseAvx2, kPhasePortable, kGather, kFused, kAten };
+enum class CandidateId { kPhaseAvx512, kPhaseAvx2, kPhasePortable, kGather, kRows, kRowsMma, kFused, kFusedMma, kAten };
 
 // What the plan knows of the machine.
 struct DeviceInfo {
@@ -21,6 +21,7 @@ struct DeviceInfo {
   int threads = 1;      // CPU: how many a call may use
   bool avx2 = false;    // CPU: this processor and this build have it
   bool avx512 = false;  // CPU: likewise
+  int capability = 0;   // CUDA: of the device, 90 for 9.0
   std::string refusal;  // CUDA: why our kernels cannot run on the device, "" if they can
 };
 

@@ -46,7 +46,8 @@ DeviceInfo device_info(int index) {
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index);
     DeviceInfo device;
     device.cuda = true;
-    device.refusal = find_refusal(10 * major + minor);
+    device.capability = 10 * major + minor;
+    device.refusal = find_refusal(device.capability);
     if (!device.refusal.empty()) {
       std::fprintf(stderr, "fastconvt: PyTorch's own kernels serve cuda:%d: %s\n", index, device.refusal.c_str());
     }
@@ -75,24 +76,121 @@ class Scope {
 
 const void* bias_data(const Call& call) { return call.bias ? call.bias->const_data_ptr() : nullptr; }
 
+const char* plain_name(int spatial) {
+  static const char* const kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
+  return kNames[spatial - 1];
+}
+
 template <int kSpatial>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
                       IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
-  static const char* const kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
+  const char* const name = plain_name(kSpatial);
   const Scope scope(input);
-  const Call call = make_call(kNames[kSpatial - 1], kSpatial, {input, weight, bias, {}, {}}, stride, padding,
+  const Call call = make_call(name, kSpatial, {input, weight, bias, {}, {}}, stride, padding, output_padding, groups,
+                              dilation, allow_tf32);
+  const Problem& problem = call.problem;
+  if (problem.batch == 0) {
+    return finish_output(call, allocate_output(call, problem.out_channels, problem.layout), problem.layout);
+  }
+  const CandidateId choice = plan_operation(Operation::kConvTranspose, problem, scope.device()).chosen().id;
+  if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), problem.layout);
+  const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
+  const auto launch = choice == CandidateId::kRows      ? launch_rows
+                      : choice == CandidateId::kRowsMma ? launch_rows_mma
+                                                        : launch_gather;
+  check(launch(problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
+               output.mutable_data_ptr(), scope.stream()),
+        name);
+  return finish_output(call, output, problem.layout);
+}
+
+Tensor empty(const Tensor& like, int64_t size) { return torch::stable::new_empty(like, std::vector<int64_t>{size}); }
+
+Tensor workspace(const Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, std::vector<int64_t>{bytes}, torch::headeronly::ScalarType::Byte);
+}
+
+// The gradient of an input or a weight: what a kernel writes, dense in a layout of its own, and what the caller gets.
+class Gradient {
+ public:
+  static Gradient none(const Tensor& like) { return {empty(like, 0), empty(like, 0)}; }
+  static Gradient of_input(const Call& call) {
+    const Tensor dense = allocate_input(call, call.problem.layout);
+    return {dense, call.batched ? dense : torch::stable::squeeze(dense, 0)};
+  }
+  // As torch.empty_like(weight), which keeps the strides of a dense weight.
+  static Gradient of_weight(const Tensor& weight) {
+    const Tensor like = torch::stable::empty_like(weight);
+    const bool contiguous = has_strides_of(like, Layout::kContiguous);
+    return {contiguous ? like : torch::stable::new_empty(weight, vec(weight.sizes())), like};
+  }
+
+  void* data() const { return dense_.numel() > 0 ? dense_.mutable_data_ptr() : nullptr; }
+  // After the kernel has been launched.
+  Tensor finish() {
+    if (dense_.numel() > 0 && dense_.data_ptr() != result_.data_ptr()) torch::stable::copy_(result_, dense_);
+    return result_;
+  }
+
+ private:
+  Gradient(Tensor dense, Tensor result) : dense_(std::move(dense)), result_(std::move(result)) {}
+
+  Tensor dense_, result_;
+};
+
+constexpr int64_t kInputBit = 1, kWeightBit = 2, kBiasBit = 4;
+
+template <int kSpatial>
+std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_output, const Tensor& input,
+                                                           const Tensor& weight, IntList stride, IntList padding,
+                                                           IntList output_padding, int64_t groups, IntList dilation,
+                                                           std::vector<bool> mask, bool allow_tf32) {
+  const std::string name = std::string(plain_name(kSpatial)) + "_backward";
+  const Scope scope(input);
+  const Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding,
                               output_padding, groups, dilation, allow_tf32);
   const Problem& problem = call.problem;
-  const bool empty = problem.batch == 0;
-  if (!empty && plan_call(call, scope.device()).chosen().id == CandidateId::kAten) {
-    return finish_output(call, aten_conv_transpose(call), problem.layout);
+  const auto ours = [&](Operation operation) {
+    return problem.in_elements() > 0 &&
+           plan_operation(operation, problem, scope.device()).chosen().id != CandidateId::kAten;
+  };
+  const bool by_input = mask[0] && ours(Operation::kInputGradient);
+  const bool by_weight = mask[1] && ours(Operation::kWeightGradient), by_bias = by_weight && mask[2];
+  Gradient grad_input = by_input ? Gradient::of_input(call) : Gradient::none(input);
+  Gradient grad_weight = by_weight ? Gradient::of_weight(weight) : Gradient::none(input);
+  std::tuple<Tensor, Tensor, Tensor> gradients{empty(input, 0), empty(input, 0),
+                                               empty(input, by_bias ? problem.out_channels : 0)};
+  if (by_input || by_weight) {
+    const Tensor grad =
+        to_layout(call.batched ? grad_output : torch::stable::unsqueeze(grad_output, 0), problem.layout);
+    if (by_input) {
+      check(launch_rows_input_gradient(problem, grad.const_data_ptr(), call.weight.const_data_ptr(), grad_input.data(),
+                                       scope.stream()),
+            name.c_str());
+    }
+    if (by_weight) {
+      const Tensor sums = workspace(input, rows_weight_gradient_workspace(problem));
+      check(launch_rows_weight_gradient(problem, grad.const_data_ptr(), call.input.const_data_ptr(), grad_weight.data(),
+                                        by_bias ? std::get<2>(gradients).mutable_data_ptr() : nullptr,
+                                        sums.mutable_data_ptr(), scope.stream()),
+            name.c_str());
+    }
   }
-  const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
-  if (empty) return finish_output(call, output, problem.layout);
-  check(launch_gather(problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
-                      output.mutable_data_ptr(), scope.stream()),
-        kNames[kSpatial - 1]);
-  return finish_output(call, output, problem.layout);
+  std::get<0>(gradients) = grad_input.finish();
+  std::get<1>(gradients) = grad_weight.finish();
+  const int64_t missing = (mask[0] && !by_input ? kInputBit : 0) | (mask[1] && !by_weight ? kWeightBit : 0) |
+                          (mask[2] && !by_bias ? kBiasBit : 0);
+  if (missing != 0) {
+    const auto found =
+        call_operator("fastconvt::_conv_transpose_aten_backward", "", grad_output, input, weight, vec(stride),
+                      vec(padding), vec(output_padding), groups, vec(dilation), missing, allow_tf32);
+    const Tensor input_gradient = to_tensor(found[0]), weight_gradient = to_tensor(found[1]);
+    const Tensor bias_gradient = to_tensor(found[2]);
+    if (missing & kInputBit) std::get<0>(gradients) = input_gradient;
+    if (missing & kWeightBit) std::get<1>(gradients) = weight_gradient;
+    if (missing & kBiasBit) std::get<2>(gradients) = bias_gradient;
+  }
+  return gradients;
 }
 
 constexpr const char* kChain = "conv_transpose3d_logsumexp_hardswish";
@@ -104,42 +202,51 @@ Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optio
   const Call call = make_call(kChain, 3, {input, weight, bias, subtrahend, {}}, stride, padding, output_padding, groups,
                               dilation, allow_tf32);
   const Layout layout = Layout::kContiguous;  // one channel: both layouts are the same memory
-  const Tensor output = allocate_output(call, 1, layout);
-  if (call.problem.batch == 0) return finish_output(call, output, layout);
-  if (plan_call(call, scope.device()).chosen().id == CandidateId::kAten) {
+  if (call.problem.batch == 0) return finish_output(call, allocate_output(call, 1, layout), layout);
+  const CandidateId choice = plan_operation(Operation::kLogSumExpHardswish, call.problem, scope.device()).chosen().id;
+  if (choice == CandidateId::kAten) {
     return finish_output(call, aten_logsumexp_hardswish(call, subtrahend, min, max), layout);
   }
-  check(launch_logsumexp_hardswish(call.problem, call.input.const_data_ptr(), call.weight.const_data_ptr(),
-                                   bias_data(call), subtrahend.const_data_ptr(), min, max, output.mutable_data_ptr(),
-                                   scope.stream()),
+  const Tensor output = allocate_output(call, 1, layout);
+  const auto launch = choice == CandidateId::kFusedMma ? launch_chain_mma : launch_logsumexp_hardswish;
+  check(launch(call.problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
+               subtrahend.const_data_ptr(), min, max, output.mutable_data_ptr(), scope.stream()),
         kChain);
   return finish_output(call, output, layout);
 }
 
-// The gradients of the chain by our kernels: grad_input dense in the call's layout and batched, the others contiguous.
 std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
     const Tensor& grad_output, const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
     const Tensor& subtrahend, IntList stride, IntList padding, IntList output_padding, int64_t groups, IntList dilation,
-    std::vector<bool> mask, double min, double max) {
+    std::vector<bool> mask, double min, double max, bool allow_tf32) {
+  const std::string name = std::string(kChain) + "_backward";
   const Scope scope(input);
-  const Call call =
-      make_call("conv_transpose3d_logsumexp_hardswish_backward", 3, {input, weight, bias, subtrahend, grad_output},
-                stride, padding, output_padding, groups, dilation, /*allow_tf32=*/false);
+  const Call call = make_call(name.c_str(), 3, {input, weight, bias, subtrahend, grad_output}, stride, padding,
+                              output_padding, groups, dilation, /*allow_tf32=*/false);
+  const CandidateId choice = plan_operation(Operation::kChainGradients, call.problem, scope.device()).chosen().id;
+  if (choice == CandidateId::kAten || call.problem.in_elements() == 0) {
+    int64_t asked = 0;
+    for (int i = 0; i < 4; ++i) asked |= int64_t{mask[i]} << i;
+    const auto found = call_operator("fastconvt::_logsumexp_hardswish_aten_backward", "", grad_output, input, weight,
+                                     bias, subtrahend, vec(stride), vec(padding), vec(output_padding), groups,
+                                     vec(dilation), asked, min, max, allow_tf32);
+    return {to_tensor(found[0]), to_tensor(found[1]), to_tensor(found[2]), to_tensor(found[3])};
+  }
+  Gradient grad_input = mask[0] ? Gradient::of_input(call) : Gradient::none(input);
+  Gradient grad_weight = mask[1] ? Gradient::of_weight(weight) : Gradient::none(input);
+  const Tensor grad_bias = empty(input, mask[2] ? call.problem.out_channels : 0);
+  const Tensor grad_subtrahend = mask[3] ? torch::stable::new_empty(input, vec(subtrahend.sizes())) : empty(input, 0);
+  const auto data = [](const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
+  const bool mma = choice == CandidateId::kFusedMma;
+  const auto workspace_bytes = mma ? fused_chain_backward_workspace : logsumexp_hardswish_backward_workspace;
+  const auto launch = mma ? launch_fused_chain_backward : launch_logsumexp_hardswish_backward;
   const Tensor grad = to_layout(grad_output, Layout::kContiguous);
-  const auto empty = [&](int64_t size) { return torch::stable::new_empty(input, std::vector<int64_t>{size}); };
-  const Tensor grads[] = {mask[0] ? torch::stable::empty_like(call.input) : empty(0),
-                          mask[1] ? torch::stable::empty_like(call.weight) : empty(0),
-                          empty(mask[2] ? call.problem.out_channels : 0), empty(mask[3] ? 1 : 0)};
-  const auto data = [&](int i) { return mask[i] ? grads[i].mutable_data_ptr() : nullptr; };
-  const Tensor workspace =
-      torch::stable::new_empty(input, std::vector<int64_t>{logsumexp_hardswish_backward_workspace(call.problem)},
-                               torch::headeronly::ScalarType::Byte);
-  check(launch_logsumexp_hardswish_backward(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(),
-                                            call.weight.const_data_ptr(), bias_data(call), subtrahend.const_data_ptr(),
-                                            min, max, data(0), data(1), data(2), data(3), workspace.mutable_data_ptr(),
-                                            scope.stream()),
-        "conv_transpose3d_logsumexp_hardswish_backward");
-  return {grads[0], grads[1], grads[2], grads[3]};
+  const Tensor sums = workspace(input, workspace_bytes(call.problem));
+  check(launch(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(), call.weight.const_data_ptr(),
+               bias_data(call), subtrahend.const_data_ptr(), min, max, grad_input.data(), grad_weight.data(),
+               data(grad_bias), data(grad_subtrahend), sums.mutable_data_ptr(), scope.stream()),
+        name.c_str());
+  return {grad_input.finish(), grad_weight.finish(), grad_bias, grad_subtrahend};
 }
 
 std::string plan(std::string op, IntList input, IntList weight, bool bias, IntList stride, IntList padding,
@@ -159,7 +266,10 @@ STABLE_TORCH_LIBRARY_IMPL(fastconvt, CUDA, m) {
   m.impl("conv_transpose2d", TORCH_BOX(&fastconvt::cuda::conv_transpose<2>));
   m.impl("conv_transpose3d", TORCH_BOX(&fastconvt::cuda::conv_transpose<3>));
   m.impl("conv_transpose3d_logsumexp_hardswish", TORCH_BOX(&fastconvt::cuda::logsumexp_hardswish));
-  m.impl("_logsumexp_hardswish_backward", TORCH_BOX(&fastconvt::cuda::logsumexp_hardswish_backward));
+  m.impl("conv_transpose1d_backward", TORCH_BOX(&fastconvt::cuda::conv_transpose_backward<1>));
+  m.impl("conv_transpose2d_backward", TORCH_BOX(&fastconvt::cuda::conv_transpose_backward<2>));
+  m.impl("conv_transpose3d_backward", TORCH_BOX(&fastconvt::cuda::conv_transpose_backward<3>));
+  m.impl("conv_transpose3d_logsumexp_hardswish_backward", TORCH_BOX(&fastconvt::cuda::logsumexp_hardswish_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastconvt, CompositeExplicitAutograd, m) {

@@ -17,12 +17,32 @@ cudaError_t probe_image();
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                           cudaStream_t stream);
 
+// The same where the last axis has one of the shapes of core/rows.h or core/rows_mma.h: few channels a group, in
+// float32, and on matrix units in TF32, float16 and bfloat16.
+cudaError_t launch_rows(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                        cudaStream_t stream);
+cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
+                            void* output, cudaStream_t stream);
+
+// The gradients of such layers, on matrix units (core/rows_gradient.h): float32 stays within the rule of accuracy by
+// three TF32 products for one. grad_output is dense in the problem's layout; grad_bias may be null. The workspace is
+// device memory, aligned to 16 bytes.
+cudaError_t launch_rows_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                       void* grad_input, cudaStream_t stream);
+int64_t rows_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_rows_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                        void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or
 // the inner products' length, of 2^30 or more.
 cudaError_t launch_logsumexp_hardswish(const Problem& problem, const void* input, const void* weight, const void* bias,
                                        const void* subtrahend, double min, double max, void* output,
                                        cudaStream_t stream);
+
+// The same on matrix units (core/chain_mma.h).
+cudaError_t launch_chain_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
+                             const void* subtrahend, double min, double max, void* output, cudaStream_t stream);
 
 // Its gradients; any of the four may be null. grad_output is (batch, 1, D', H', W'), contiguous; the others are laid
 // out as what they are the gradients of. The workspace is device memory, aligned to 16 bytes, of the size that
@@ -34,5 +54,12 @@ cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const vo
                                                 double min, double max, void* grad_input, void* grad_weight,
                                                 void* grad_bias, void* grad_subtrahend, void* workspace,
                                                 cudaStream_t stream);
+
+// The same without the convolution's gradient in memory (core/chain_backward.h).
+int64_t fused_chain_backward_workspace(const Problem& problem);
+cudaError_t launch_fused_chain_backward(const Problem& problem, const void* grad_output, const void* input,
+                                        const void* weight, const void* bias, const void* subtrahend, double min,
+                                        double max, void* grad_input, void* grad_weight, void* grad_bias,
+                                        void* grad_subtrahend, void* workspace, cudaStream_t stream);
 
 }  // namespace fastconvt::cuda

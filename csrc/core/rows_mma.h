@@ -1,0 +1,121 @@
+// The row family on tensor cores: what it can make, and the tile of a block. Plain C++17: no Torch, no CUDA.
+//
+// A block makes whole output rows of the last axis (or a segment of one) for 16 output channels of a group, all phases
+// of the last axis at once: an MMA's rows are output channels, its columns bases, and a tap of the last axis is one MMA
+// for 8 input channels and 8 bases. The last axis' kernel, stride and dilation are compile-time; everything else is
+// not.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "problem.h"
+
+namespace fastconvt {
+
+// Of the last axis.
+struct RowsMmaShape {
+  int kernel, stride, dilation;
+};
+inline constexpr RowsMmaShape kRowsMmaShapes[] = {{5, 3, 1}, {3, 2, 2}, {3, 2, 3}, {4, 2, 1},
+                                                  {5, 3, 2}, {3, 2, 1}, {2, 2, 1}};
+inline constexpr int kNumRowsMmaShapes = sizeof(kRowsMmaShapes) / sizeof(kRowsMmaShapes[0]);
+
+inline constexpr int kRowsMmaChannels = 16;  // output channels of a block
+inline constexpr int kRowsMmaStep = 8;       // input channels of an MMA
+inline constexpr int kRowsMmaColumns = 32;   // bases that a warp makes at a time: a strip
+inline constexpr int kRowsMmaStrips = 8;     // of a block
+// Strips of a warp. In 16 bits, stores take half the time, so what a warp does once a row counts more.
+constexpr int rows_mma_strips(int64_t element_size) { return element_size == 2 ? 2 : 1; }
+inline constexpr int kRowsMmaMaxStride = 16;  // of the height
+inline constexpr int64_t kRowsMmaShared = 200 * 1024;
+
+// Everything that sizes a block. Staged inputs are 32-bit words: a TF32 value, or two 16-bit channels.
+struct RowsMmaTile {
+  int steps;           // of kRowsMmaStep input channels
+  int channel_blocks;  // of kRowsMmaChannels output channels, in a group
+  int warps;
+  int segments;        // of a row
+  int columns;         // bases of a segment
+  int64_t base;        // of the last axis, the first one of segment 0: a multiple of 4
+  int halo;            // words before the segment's first base, a multiple of 4
+  int span;            // input rows that one base of the height reads: its own and those before it
+  int row_pitch;       // words between input channels, or pairs of them; 8 modulo 32 keeps banks apart
+  int output_pitch;    // elements between staged output channels
+  int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where it is 0
+  // Shared memory in bytes: where staged inputs, of span + 1 rows, outputs and constants begin, and all of it. The bias
+  // and the weights come first.
+  int64_t inputs, outputs, constants, shared_bytes;
+};
+
+inline int64_t rows_mma_line(const Problem& problem) { return 128 / problem.element_size(); }
+
+inline RowsMmaTile rows_mma_tile(const Problem& problem) {
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const Axis &height = problem.axis[1], &width = problem.axis[2];
+  const int64_t words = problem.element_size() == 4 ? kRowsMmaStep : kRowsMmaStep / 2;  // of a base and step
+  RowsMmaTile t{};
+  t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group(), kRowsMmaStep));
+  t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), kRowsMmaChannels));
+  t.base = width.base(0) / 4 * 4;
+  const int64_t strips = ceil_div(width.base(width.out() - 1) + 1 - t.base, kRowsMmaColumns);
+  t.segments = static_cast<int>(ceil_div(strips, kRowsMmaStrips));
+  t.warps = static_cast<int>(ceil_div(ceil_div(strips, t.segments), rows_mma_strips(problem.element_size())));
+  t.columns = t.warps * rows_mma_strips(problem.element_size()) * kRowsMmaColumns;
+  t.halo = static_cast<int>(ceil_div((width.kernel - 1) * width.dilation / width.stride, 4) * 4);
+  t.span = static_cast<int>((height.kernel - 1) * height.dilation / height.stride + 1);
+  t.row_pitch = static_cast<int>(ceil_div(t.halo + t.columns - 8, 32) * 32 + 8);
+  // A line of constants before and after the outputs, and their alignment. In float32 a multiple of 8 elements, in
+  // 16 bits an odd multiple of 8: what keeps the banks of a warp's stores apart.
+  const int64_t line = rows_mma_line(problem), alignment = 16 / problem.element_size();
+  t.output_pitch = static_cast<int>(ceil_div(2 * line + 2 * alignment + t.columns * width.stride, 8) * 8);
+  // Channels last: all channels of a position, and a gap of 8 elements after the positions of 8 bases.
+  if (problem.layout == Layout::kChannelsLast) {
+    t.output_pitch = t.columns * width.stride + t.columns / kRowsMmaChannels;
+  } else if (alignment == 8)
+    t.output_pitch += t.output_pitch % 16 == 0 ? 8 : 0;
+  t.constant_bytes = problem.has_bias ? 1024 : 4096;
+  t.inputs = kRowsMmaChannels * 4 + height.kernel * width.kernel * t.steps * kRowsMmaChannels * words * 4;
+  t.outputs = t.inputs + (t.span + 1) * t.steps * words * t.row_pitch * 4;
+  t.constants = t.outputs + kRowsMmaChannels * t.output_pitch * problem.element_size();
+  t.shared_bytes = t.constants + (problem.layout == Layout::kChannelsLast ? 0
+                                  : problem.has_bias                      ? kRowsMmaChannels * t.constant_bytes
+                                                                          : t.constant_bytes);
+  return t;
+}
+
+// "" if the family can make the call, else a reason.
+inline std::string rows_mma_refusal(const Problem& problem) {
+  const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
+  if (problem.dtype == DType::kFloat64) return "float64";
+  if (problem.dtype == DType::kFloat32 && !problem.allow_tf32) return "float32 without TF32";
+  if (depth.in != 1 || depth.kernel != 1 || depth.stride != 1 || depth.padding != 0 || depth.output_padding != 0) {
+    return "three axes";
+  }
+  const bool listed = std::any_of(std::begin(kRowsMmaShapes), std::end(kRowsMmaShapes), [&](const RowsMmaShape& s) {
+    return s.kernel == width.kernel && s.stride == width.stride && s.dilation == width.dilation;
+  });
+  if (!listed) {
+    return "a kernel of " + std::to_string(width.kernel) + ", stride " + std::to_string(width.stride) + ", dilation " +
+           std::to_string(width.dilation) + " along the last axis";
+  }
+  constexpr int64_t kLimit = int64_t{1} << 24;
+  if (height.kernel > 64 || height.stride > kRowsMmaMaxStride || height.dilation > 64) {
+    return "a large kernel, stride or dilation along the height";
+  }
+  if (problem.in_channels_per_group() > 32) return "more than 32 input channels a group";
+  if (std::max({height.in, width.in, height.padding, width.padding, height.out(), width.out()}) >= kLimit) {
+    return "an axis of 2^24 or more";
+  }
+  const RowsMmaTile t = rows_mma_tile(problem);
+  if (t.shared_bytes > kRowsMmaShared) return "too many weights or input rows for shared memory";
+  // Units of work, in floating point: the products may be large.
+  const double bases = static_cast<double>(height.base(height.out() - 1) + 1);
+  if (double(problem.batch) * double(problem.groups) * t.channel_blocks * t.segments * bases >= double(1 << 30)) {
+    return "a batch or groups too large";
+  }
+  return "";
+}
+
+}  // namespace fastconvt

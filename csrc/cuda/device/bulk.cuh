@@ -1,0 +1,93 @@
+// Asynchronous copies of compute capability 8.0 (16 and 4 bytes a thread) and 9.0 (bulk stores, L2 prefetches).
+#pragma once
+
+#include <cstdint>
+
+namespace fastconvt::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// L2 policies: what is touched once makes room first; what others will read soon stays.
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Both aligned to 16 bytes; past the first-level cache.
+__device__ inline void copy_16_async(float* target, const float* source, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
+               "l"(source), "l"(policy)
+               : "memory");
+}
+__device__ inline void copy_4_async(float* target, const float* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+}
+
+// Bulk store from shared memory: both addresses and the size are multiples of 16 bytes. Writes to the source must be
+// fenced (fence_before_bulk) by their threads; the source may change after wait_for_bulk_reads by the storing thread.
+__device__ inline void bulk_store(float* target, const float* source, int count, uint64_t policy) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(target),
+               "r"(shared_address(source)), "r"(count * 4), "l"(policy)
+               : "memory");
+}
+__device__ inline void fence_before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Barriers in shared memory: a phase is complete when `count` threads have arrived; phases alternate in parity.
+__device__ inline void init_barrier(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ inline void arrive_at(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of this parity is complete.
+__device__ inline void wait_at(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Barrier `id` (0 is __syncthreads) of `threads` threads.
+__device__ inline void sync_named(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Registers of a thread from here on, in all four warps of a warpgroup.
+template <int count>
+__device__ inline void set_fewer_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+#endif
+}
+template <int count>
+__device__ inline void set_more_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+#endif
+}
+
+// Address and size are multiples of 16 bytes.
+__device__ inline void prefetch_bulk(const void* source, int bytes, uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+#endif
+
+}  // namespace fastconvt::cuda

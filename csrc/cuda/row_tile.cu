@@ -1,0 +1,152 @@
+// The row-tile kernels, host side: parameters of a problem and the instance that runs it.
+#include "row_tile.cuh"
+
+#include <algorithm>
+#include <utility>
+
+#include "launchers.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+constexpr int kSharedFloats = (76800 - kRowTileHead) / 4;  // of a block: three fit an SM
+constexpr int kMaxConstants = 1600;       // floats that one bulk store takes
+constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+// Data rows: output rows whose phase is a multiple of gcd(stride, dilation).
+void set_rows(const Axis& axis, RowTileParams& p) {
+  const AxisParams height = axis_params(axis);
+  p.in_height = static_cast<int>(height.in), p.out_height = static_cast<int>(height.out);
+  p.kernel_height = height.kernel;
+  p.row_dilation = height.dilation_quotient;
+  p.row_inverse = height.inverse;
+  p.row_step = height.gcd;
+  p.first_row = (height.gcd - height.padding % height.gcd) % height.gcd;
+  p.tapless = p.first_row >= p.out_height;
+  if (p.tapless) p.first_row = 0;
+  p.rows = ceil_div(p.out_height - p.first_row, p.row_step);
+  p.row_phase = (p.first_row + height.padding) / p.row_step;
+  p.by_row_phase = fast_divide(height.stride_quotient);
+  p.by_row_dilation = fast_divide(height.dilation_quotient);
+}
+
+void set_columns(const Axis& axis, RowTileParams& p) {
+  const AxisParams width = axis_params(axis);
+  p.in_width = static_cast<int>(width.in), p.out_width = static_cast<int>(width.out);
+  p.padding = width.padding;
+  p.first_base = static_cast<int>(width.first_base()), p.bases = static_cast<int>(width.num_bases());
+  p.segments = static_cast<int>(row_segments(axis));
+}
+
+// Constant outputs, and how many of them may be stored with a data row.
+void set_constants(RowTileParams& p) {
+  const int last_row = p.first_row + (p.rows - 1) * p.row_step;
+  p.leading = p.first_row * p.out_width;
+  p.gap = (p.row_step - 1) * p.out_width;
+  p.trailing = (p.out_height - 1 - last_row) * p.out_width;
+  p.gap_lines = p.gap >= 64 ? 32 : 0;
+  p.leading_lines = std::min(p.gap_lines, p.leading);
+  p.trailing_lines = std::min(p.gap_lines, p.trailing);
+}
+
+// Which groups and channels a block makes, and what it stages at once; returns its floats of shared memory.
+template <class Traits>
+int set_chunks(RowTileParams& p) {
+  const int quads = ceil_div(p.out_channels, 4);
+  p.block_quads = std::min(quads, kRowTileWarps);
+  p.quad_blocks = ceil_div(quads, p.block_quads);
+  const int taps = ceil_div(p.kernel_height, p.by_row_phase.divisor);  // of one phase, at most
+  const int constants = std::min(kMaxConstants, round_up(std::max({p.leading, p.gap, p.trailing}), 32));
+  const int channels = 4 * kRowTileWarps;
+  const bool own = p.bias != nullptr && constants > 0;  // each channel has its own constants, at least a line
+  // Floats if `rows` are staged, of one group if there are several.
+  const auto weights = [&](int64_t rows) {
+    return (rows / p.block_groups * 4 * Traits::kKernel + 31) / 32 * 32 * (p.block_groups * p.block_quads);
+  };
+  const auto inputs = [](int64_t rows) { return (rows * Traits::kInputPitch + 31) / 32 * 32; };
+  const auto floats = [&](int64_t rows) {
+    const int64_t tile = std::max<int64_t>(Traits::kOutputs, inputs(rows) + (own ? 32 * channels : 0));
+    return weights(rows) + tile + (own ? 0 : constants);
+  };
+  const int64_t group_rows = int64_t{p.in_channels} * taps;
+  p.block_groups = std::min(p.groups, kRowTileWarps / p.block_quads);
+  while (p.block_groups > 1 && floats(p.block_groups * group_rows) > kSharedFloats) --p.block_groups;
+  int64_t rows = p.block_groups * group_rows;
+  if (floats(rows) > kSharedFloats) {
+    for (rows = 1; floats(rows + 1) <= kSharedFloats; ++rows) continue;
+  }
+  p.chunk_rows = static_cast<int>(rows);
+  p.channel_blocks = ceil_div(p.groups, p.block_groups) * p.quad_blocks;
+  p.tile = static_cast<int>(weights(rows));
+  p.weight_slab = p.tile / (p.block_groups * p.block_quads);
+  const int staged = static_cast<int>(inputs(rows)), size = static_cast<int>(floats(rows));
+  p.constants = own ? p.tile + staged : size - constants;
+  p.constant_pitch = own ? std::min((size - p.constants) / channels / 32 * 32, constants) : constants;
+  p.constant_step = own ? p.constant_pitch : 0;
+  return size;
+}
+
+void set_bursts(const Problem& problem, int64_t blocks, RowTileParams& p) {
+  p.input_bytes = problem.in_elements() * 4;
+  const int64_t bursts = p.input_bytes / kBurstBytes;
+  p.burst_blocks = bursts < 2 || blocks / bursts < 64 ? 0 : static_cast<int>(blocks / bursts);
+  p.burst_bytes = static_cast<int>(bursts == 0 ? 0 : p.input_bytes / bursts / 16 * 16);
+  p.by_burst = fast_divide(std::max(1, p.burst_blocks));
+}
+
+template <class Traits>
+cudaError_t launch(const Problem& problem, RowTileParams& p, cudaStream_t stream) {
+  const int bytes = kRowTileHead + 4 * set_chunks<Traits>(p);
+  const int64_t blocks = problem.batch * p.channel_blocks * p.rows * p.segments;
+  if (blocks > INT32_MAX) return cudaErrorNotSupported;
+  p.by_segment = fast_divide(p.segments);
+  p.by_row = fast_divide(p.rows);
+  p.by_channel_block = fast_divide(p.channel_blocks);
+  p.by_quad_block = fast_divide(p.quad_blocks);
+  p.vector_input = reinterpret_cast<uintptr_t>(p.input) % 16 == 0 && p.in_width % 4 == 0;
+  set_bursts(problem, blocks, p);
+  // The same value every time: launches from several threads must not undo each other's.
+  const cudaError_t error = cudaFuncSetAttribute(row_tile_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 kRowTileHead + 4 * kSharedFloats);
+  if (error != cudaSuccess) return error;
+  row_tile_kernel<Traits><<<static_cast<unsigned>(blocks), kRowTileThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <int... indices>
+cudaError_t dispatch(const Problem& problem, RowTileParams& p, cudaStream_t stream,
+                     std::integer_sequence<int, indices...>) {
+  const int index = row_shape_index(problem);
+  cudaError_t error = cudaErrorNotSupported;
+  ((index == indices && (error = launch<RowTileTraits<indices>>(problem, p, stream), true)), ...);
+  return error;
+}
+
+}  // namespace
+
+cudaError_t launch_row_tile(const Problem& problem, const void* input, const void* weight, const void* bias,
+                            void* output, cudaStream_t stream) {
+  if (problem.out_elements() == 0) return cudaSuccess;
+  if (!row_tile_refusal(problem).empty()) return cudaErrorNotSupported;
+  RowTileParams p{};
+  p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
+  p.bias = static_cast<const float*>(bias), p.output = static_cast<float*>(output);
+  const Strides in = input_strides(problem), out = output_strides(problem);
+  p.input_batch = in.batch, p.output_batch = out.batch;
+  p.input_channel = static_cast<int>(in.channel), p.output_channel = static_cast<int>(out.channel);
+  p.weight_filter = static_cast<int>(problem.kernel_positions());
+  p.weight_channel = static_cast<int>(problem.out_channels_per_group() * problem.kernel_positions());
+  p.groups = static_cast<int>(problem.groups);
+  p.in_channels = static_cast<int>(problem.in_channels_per_group());
+  p.out_channels = static_cast<int>(problem.out_channels_per_group());
+  set_rows(problem.axis[1], p);
+  set_columns(problem.axis[2], p);
+  p.tap_step = p.row_dilation * p.in_width;
+  set_constants(p);
+  return dispatch(problem, p, stream, std::make_integer_sequence<int, kNumRowShapes>{});
+}
+
+}  // namespace fastconvt::cuda

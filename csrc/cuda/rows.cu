@@ -1,0 +1,196 @@
+// The row kernels, host side: parameters of a problem and the instance that runs it.
+#include "rows.cuh"
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstddef>
+#include <utility>
+
+#include "launchers.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+constexpr int kSharedBytes = 227 << 10;   // of a block
+constexpr int64_t kBurstBytes = 12 << 20;  // far less than the L2 cache
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+// Data rows: output rows whose phase is a multiple of gcd(stride, dilation).
+void set_rows(const Axis& axis, RowsParams& p) {
+  const AxisParams height = axis_params(axis);
+  p.in_height = static_cast<int>(height.in), p.out_height = static_cast<int>(height.out);
+  p.kernel_height = height.kernel;
+  p.row_dilation = height.dilation_quotient;
+  p.row_inverse = height.inverse;
+  p.row_step = height.gcd;
+  p.first_row = (height.gcd - height.padding % height.gcd) % height.gcd;
+  p.tapless = p.first_row >= p.out_height;
+  if (p.tapless) p.first_row = 0;
+  p.rows = ceil_div(p.out_height - p.first_row, p.row_step);
+  p.row_phase = (p.first_row + height.padding) / p.row_step;
+  p.by_row_phase = fast_divide(height.stride_quotient);
+  p.by_row_dilation = fast_divide(height.dilation_quotient);
+  p.row_reach = static_cast<int>((height.kernel - int64_t{1}) * height.dilation / height.stride);
+}
+
+void set_columns(const Axis& axis, RowsParams& p) {
+  const AxisParams width = axis_params(axis);
+  p.in_width = static_cast<int>(width.in), p.out_width = static_cast<int>(width.out);
+  p.padding = width.padding;
+  p.first_base = static_cast<int>(width.first_base()), p.bases = static_cast<int>(width.num_bases());
+  p.segments = static_cast<int>(row_segments(axis));
+}
+
+// Which groups and channels a team makes, and what it stages at once; returns its floats of shared memory, or 0 where
+// they are too many.
+template <class Traits>
+int set_chunks(RowsParams& p) {
+  const int quads = ceil_div(p.out_channels, 4);
+  p.block_quads = std::min(quads, kRowsQuads);
+  p.quad_blocks = ceil_div(quads, p.block_quads);
+  const int fixed = offsetof(RowsShared<Traits>, weights) / 4 + Traits::kOutputs, left = kSharedBytes / Traits::kTeams / 128 * 32 - fixed;
+  const int weight_row = p.block_quads * Traits::kQuadPitch;
+  const auto slot = [](int channels) {
+    return Traits::kChannelsLast ? Traits::kInputPitch * Traits::kPixelPitch : channels * Traits::kInputPitch;
+  };
+  const int taps = ceil_div(p.kernel_height, p.by_row_phase.divisor);  // of one phase, at most
+  const int max_channels =
+      std::min(Traits::kChannelsLast ? Traits::kPixelChannels : INT_MAX, left / (weight_row + Traits::kInputPitch));
+  // All channels of several groups have to be staged at once.
+  p.block_groups = std::min(p.groups, kRowsQuads / p.block_quads);
+  while (p.block_groups > 1 && p.block_groups * p.in_channels > max_channels) --p.block_groups;
+  p.channel_blocks = ceil_div(p.groups, p.block_groups) * p.quad_blocks;
+  p.channel_chunk = std::min(p.block_groups * p.in_channels, max_channels);
+  p.weight_slot = p.channel_chunk * weight_row;
+  p.input_slot = slot(p.channel_chunk);
+  const int64_t ring = p.row_reach + 2;
+  const bool fits = p.channel_chunk == p.block_groups * p.in_channels &&
+                    ring * p.input_slot + int64_t{p.kernel_height} * p.weight_slot <= left;
+  if (Traits::kResident && !fits) return 0;
+  p.ring = Traits::kResident ? static_cast<int>(ring) : std::clamp(left / (p.input_slot + p.weight_slot), 1, taps);
+  p.ring_step = p.row_dilation * p.input_slot, p.ring_size = p.ring * p.input_slot;
+  p.weight_step = p.by_row_phase.divisor * p.weight_slot;
+  p.by_ring = fast_divide(p.ring);
+  p.weight_slots = Traits::kResident ? p.kernel_height : p.ring;
+  return fixed + p.ring * p.input_slot + p.weight_slots * p.weight_slot;
+}
+
+// Data rows of a block: many share its set-up and input rows, few leave no multiprocessor idle at the end.
+#ifdef ROWS_TUNE
+int rows_block_rows = 0;
+#endif
+void set_units(const Problem& problem, int slots, RowsParams& p) {
+  const double planes = double(problem.batch) * p.channel_blocks * p.segments;
+  double best = 0;
+  for (int rows = 1; rows <= std::min(p.rows, kRowsMaxRows); ++rows) {
+    const double blocks = planes * ceil_div(p.rows, rows);
+    const double time = std::ceil(blocks / slots) * (rows + 0.5);
+    if (rows == 1 || time < best) best = time, p.block_rows = rows;
+  }
+#ifdef ROWS_TUNE
+  if (rows_block_rows > 0) p.block_rows = std::min({rows_block_rows, p.rows, kRowsMaxRows});
+#endif
+  p.units = ceil_div(p.rows, p.block_rows);
+}
+
+template <class Traits>
+void set_vectors(const Problem& problem, RowsParams& p) {
+  const int64_t channels = problem.out_channels;
+  if (Traits::kChannelsLast) {
+    p.vector_input = aligned(p.input) && problem.in_channels % 4 == 0 && p.block_groups * p.in_channels % 4 == 0;
+    p.vector_output = aligned(p.output) && channels % 4 == 0 && p.out_channels % 4 == 0;
+    const bool bulk = aligned(p.output) && channels % 4 == 0 && channels <= Traits::kConstants;
+    p.constant_pitch = bulk ? static_cast<int>(Traits::kConstants / channels * channels) : 0;
+  } else {
+    p.vector_input = aligned(p.input) && p.in_width % 4 == 0;
+    p.constant_pitch = p.bias == nullptr ? Traits::kConstants : 0;
+  }
+}
+
+// Reads of all running teams come in bursts of some megabytes.
+void set_bursts(const Problem& problem, int slots, RowsParams& p) {
+  if (problem.in_elements() * 4 < 2 * kBurstBytes) return;
+  const double running = std::min(p.teams, slots);
+  const double row = 4.0 * p.block_groups * p.in_channels * p.in_width / p.by_row_phase.divisor;
+  p.burst_rows = static_cast<int>(std::clamp(kBurstBytes / (running * row), 1.0, double(kRowsMaxRows)));
+}
+
+template <class Traits>
+cudaError_t launch(const Problem& problem, RowsParams& p, int floats, cudaStream_t stream) {
+  int id = 0, sms = 0;
+  cudaError_t error = cudaGetDevice(&id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
+  // The same value every time: launches from several threads must not undo each other's.
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(rows_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  if (error != cudaSuccess) return error;
+  p.team_bytes = (4 * floats + 127) / 128 * 128;
+  set_vectors<Traits>(problem, p);
+  set_units(problem, Traits::kTeams * sms, p);
+  p.by_segment = fast_divide(p.segments);
+  p.by_unit = fast_divide(p.units);
+  p.by_channel_block = fast_divide(p.channel_blocks);
+  p.by_quad_block = fast_divide(p.quad_blocks);
+  const int64_t teams = problem.batch * p.channel_blocks * p.units * p.segments;
+  if (teams > INT32_MAX / 2) return cudaErrorNotSupported;
+  p.teams = static_cast<int>(teams);
+  set_bursts(problem, Traits::kTeams * sms, p);
+  const int blocks = ceil_div(p.teams, Traits::kTeams), bytes = Traits::kTeams * p.team_bytes;
+  rows_kernel<Traits><<<blocks, Traits::kThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <int index, bool channels_last>
+cudaError_t launch(const Problem& problem, RowsParams& p, cudaStream_t stream) {
+  using Resident = RowsTraits<index, channels_last, true>;
+  using Chunked = RowsTraits<index, channels_last, false>;
+  if (const int floats = set_chunks<Resident>(p)) return launch<Resident>(problem, p, floats, stream);
+  return launch<Chunked>(problem, p, set_chunks<Chunked>(p), stream);
+}
+
+template <int... indices>
+cudaError_t dispatch(const Problem& problem, RowsParams& p, cudaStream_t stream,
+                     std::integer_sequence<int, indices...>) {
+  const int index = row_shape_index(problem);
+  cudaError_t error = cudaErrorNotSupported;
+  const bool last = problem.layout == Layout::kChannelsLast;
+  const auto run = [&](auto i) {
+    error = last ? launch<i.value, true>(problem, p, stream) : launch<i.value, false>(problem, p, stream);
+  };
+  ((index == indices ? run(std::integral_constant<int, indices>{}) : void()), ...);
+  return error;
+}
+
+}  // namespace
+
+cudaError_t launch_rows(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                        cudaStream_t stream) {
+  if (problem.out_elements() == 0) return cudaSuccess;
+  if (!rows_refusal(problem).empty()) return cudaErrorNotSupported;
+  RowsParams p{};
+  p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
+  p.bias = static_cast<const float*>(bias), p.output = static_cast<float*>(output);
+  p.input_stride = input_strides(problem), p.output_stride = output_strides(problem);
+  p.weight_filter = static_cast<int>(problem.kernel_positions());
+  p.weight_channel = problem.out_channels_per_group() * problem.kernel_positions();
+  p.groups = static_cast<int>(problem.groups);
+  p.in_channels = static_cast<int>(problem.in_channels_per_group());
+  p.out_channels = static_cast<int>(problem.out_channels_per_group());
+  set_rows(problem.axis[1], p);
+  set_columns(problem.axis[2], p);
+  // Constant outputs, and how many of them may be stored with a data row.
+  p.last_row = p.first_row + (p.rows - 1) * p.row_step;
+  p.leading = p.first_row * p.out_width;
+  p.gap = (p.row_step - 1) * p.out_width;
+  p.trailing = (p.out_height - 1 - p.last_row) * p.out_width;
+  p.gap_lines = p.gap >= 32 ? 32 : 0;
+  p.leading_lines = std::min(p.gap_lines, p.leading);
+  p.trailing_lines = std::min(p.gap_lines, p.trailing);
+  return dispatch(problem, p, stream, std::make_integer_sequence<int, kNumRowShapes>{});
+}
+
+}  // namespace fastconvt::cuda

@@ -1,0 +1,123 @@
+// The row family on tensor cores, host side: parameters of a problem and the template instance that runs it.
+#include "rows_mma.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "launchers.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output) {
+  const Axis &height = problem.axis[1], &width = problem.axis[2];
+  RowsMmaParams p{};
+  p.in_height = static_cast<int>(height.in);
+  p.out_height = static_cast<int>(height.out());
+  p.height_kernel = static_cast<int>(height.kernel);
+  p.height_stride = static_cast<int>(height.stride);
+  p.height_padding = static_cast<int>(height.padding);
+  p.tap_step = static_cast<int>(height.tap_step());
+  p.back_step = static_cast<int>(p.tap_step * height.dilation / height.stride);
+  for (int64_t r = 0; r < height.stride; ++r) {
+    const int64_t tap = height.first_tap(r);
+    p.phase[r].first_tap = static_cast<int16_t>(tap < height.kernel ? tap : -1);
+    p.phase[r].back = static_cast<int16_t>(tap < height.kernel ? -height.offset(r, tap) : 0);
+  }
+  p.padding = static_cast<int>(width.padding);
+  p.in_width = static_cast<int>(width.in);
+  p.out_width = static_cast<int>(width.out());
+  p.in_channels = static_cast<int>(problem.in_channels_per_group());
+  p.out_channels = static_cast<int>(problem.out_channels_per_group());
+  p.groups = static_cast<int>(problem.groups);
+  p.batch = static_cast<int>(problem.batch);
+  p.tile = rows_mma_tile(problem);
+  p.first_base = static_cast<int>(height.base(0));
+  p.end_base = static_cast<int>(height.base(height.out() - 1)) + 1;
+  p.channels_last = problem.layout == Layout::kChannelsLast;
+  p.vector_input =
+      (p.channels_last ? p.in_channels : p.in_width) % 4 == 0 && aligned(input, 4 * problem.element_size());
+  p.vector_output = p.channels_last && p.out_channels * problem.element_size() % 16 == 0 && aligned(output, 16);
+  // Every segment has a line at either end, the last one too.
+  const int64_t segment = int64_t{p.tile.columns} * width.stride;
+  const int64_t last_start = p.tile.base * width.stride - width.padding + (p.tile.segments - 1) * segment;
+  p.whole_lines = !p.channels_last && width.out() - std::max<int64_t>(0, last_start) >= 2 * rows_mma_line(problem);
+  p.bases = p.batch * (p.end_base - p.first_base);
+  p.in = input_strides(problem);
+  p.out = output_strides(problem);
+  const int64_t word_channels = 4 / problem.element_size(), strips = rows_mma_strips(problem.element_size());
+  p.with_halo = p.tile.halo > 0 && (p.tile.segments > 1 || p.tile.base > 0);
+  p.quad_offset = (p.channels_last || word_channels == 1 ? 4 : 1) * p.in.channel;
+  p.strip_offset = p.channels_last ? p.tile.columns / strips * p.in.axis[2] : 4 / strips * word_channels * p.in.channel;
+  p.step_offset = kRowsMmaStep * p.in.channel;
+  p.input = input, p.weight = weight, p.output = output;
+  p.bias = problem.has_bias ? bias : nullptr;
+  return p;
+}
+
+// Cuts the work for `waves` items a block. Neighbouring bases of the height share input rows; more items let blocks
+// that run at the same time write close to each other.
+void cut(RowsMmaParams& p, int blocks, int waves) {
+  const int sets = p.groups * p.tile.channel_blocks * p.tile.segments;
+  p.parts = std::clamp(static_cast<int>(int64_t{blocks} * waves / sets), 1, p.bases);
+  p.items = sets * p.parts;
+}
+
+template <class Traits>
+cudaError_t launch(RowsMmaParams& p, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0, blocks = 0;
+  const int shared = static_cast<int>(p.tile.shared_bytes), threads = p.tile.warps * 32;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    // The same value every time: launches from several threads must not undo each other's.
+    error = cudaFuncSetAttribute(rows_mma_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRowsMmaShared);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, rows_mma_kernel<Traits>, threads, shared);
+  }
+  if (error != cudaSuccess) return error;
+  // Whole multiples of the channel blocks: a block then keeps its weights.
+  const int channel_blocks = p.groups * p.tile.channel_blocks;
+  int grid = std::max(1, multiprocessors * blocks);
+  if (grid > channel_blocks) grid -= grid % channel_blocks;
+  cut(p, grid, 1);
+  rows_mma_kernel<Traits><<<std::min(grid, p.items), threads, shared, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, int kShape = 0>
+cudaError_t dispatch_rows_mma(const Axis& width, RowsMmaParams& p, cudaStream_t stream) {
+  if constexpr (kShape == kNumRowsMmaShapes) {
+    return cudaErrorNotSupported;
+  } else {
+    constexpr RowsMmaShape kOf = kRowsMmaShapes[kShape];
+    if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
+      return launch<RowsMmaTraits<T, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
+    }
+    return dispatch_rows_mma<T, kShape + 1>(width, p, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
+                            void* output, cudaStream_t stream) {
+  if (!rows_mma_refusal(problem).empty()) return cudaErrorNotSupported;
+  RowsMmaParams p = rows_mma_params(problem, input, weight, bias, output);
+  return dispatch_dtype(problem.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 8) {
+      return cudaErrorNotSupported;
+    } else {
+      return dispatch_rows_mma<T>(problem.axis[2], p, stream);
+    }
+  });
+}
+
+}  // namespace fastconvt::cuda

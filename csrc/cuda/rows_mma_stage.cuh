@@ -1,0 +1,326 @@
+// The row family on tensor cores: units of work, and what they need in shared memory.
+#pragma once
+
+#include "../core/rows_mma.h"
+#include "epilogue.cuh"
+#include "params.h"
+#include "rows_mma_fragment.cuh"
+
+namespace fastconvt::cuda {
+
+// Phase r of the height: its first tap, which reads `back` rows before the base; none if first_tap is negative.
+struct RowsMmaPhase {
+  int16_t first_tap, back;
+};
+
+struct RowsMmaParams {
+  const void* input;
+  const void* weight;
+  const void* bias;  // or null
+  void* output;
+  Strides in, out;
+  RowsMmaTile tile;
+  RowsMmaPhase phase[kRowsMmaMaxStride];
+  int in_height, out_height, height_kernel, height_stride, height_padding;
+  int tap_step, back_step;   // between the taps of a phase of the height, and between what they read
+  int first_base, end_base;  // of the height
+  int in_width, out_width, padding;
+  int in_channels, out_channels;  // of a group
+  int groups, batch;
+  int bases;  // of the height, in all batch entries
+  int parts;  // of these, that blocks make one after the other
+  int items;  // parts of all channel blocks and segments
+  bool channels_last;
+  bool vector_input;   // four neighbours in memory (columns; channels last: channels) can be loaded at once
+  bool vector_output;  // channels last: 16 bytes of a block's channels can be stored at once
+  bool whole_lines;    // rows are long enough to complete a line of a neighbour at each end
+  bool with_halo;      // some input stands in the halo of a segment: it is loaded
+  // Elements between what a thread loads of an input row: the quads of a strip, strips, and steps.
+  int64_t quad_offset, strip_offset, step_offset;
+};
+
+template <typename T, int kKernel_, int kStride_, int kDilation_>
+struct RowsMmaTraits {
+  using Element = T;
+  static constexpr int kKernel = kKernel_;
+  static constexpr int kStride = kStride_;
+  static constexpr int kDilation = kDilation_;
+  static constexpr int kReach = (kKernel - 1) * kDilation / kStride;  // bases that taps read back
+  static constexpr int kHalo = (kReach + 3) / 4 * 4;
+  static constexpr int kTiles = kRowsMmaColumns / 8;
+  static constexpr int kRun = 8 * kStride;        // neighbouring outputs of a lane
+  static constexpr int kVector = 16 / sizeof(T);  // elements
+  static constexpr int kLine = 128 / sizeof(T);
+  static constexpr int kStrips = rows_mma_strips(sizeof(T));
+  static constexpr int kMaxThreads = kRowsMmaStrips / kStrips * 32;
+  static constexpr int kMinBlocks = 512 / kMaxThreads;
+};
+
+// One base of the height, for a block of output channels, a batch entry and a segment of the last axis.
+template <typename T>
+struct RowsMmaUnit {
+  int item;
+  int block;       // of channels, over all groups
+  int base;        // of the height
+  int left;        // bases that follow it in the item
+  bool fresh;      // the base before is another unit's
+  int column;      // base of the last axis where the segment starts
+  int channels;    // output channels of the block
+  const T* input;  // the group's first channel, row 0, `column`
+  T* output;       // the block's first channel, row 0, phase 0 of `column`
+
+  // Channel blocks of the same inputs are neighbours, then segments, then rows.
+  __device__ void start(const RowsMmaParams& p, int index) {
+    item = index;
+    const int blocks = p.groups * p.tile.channel_blocks;
+    block = index % blocks;
+    index /= blocks;
+    const int segment = index % p.tile.segments;
+    index /= p.tile.segments;
+    const int first = static_cast<int>(static_cast<int64_t>(p.bases) * index / p.parts);
+    left = static_cast<int>(static_cast<int64_t>(p.bases) * (index + 1) / p.parts) - first - 1;
+    const int batch = first / (p.end_base - p.first_base);
+    base = p.first_base + first - batch * (p.end_base - p.first_base);
+    fresh = true;
+    column = static_cast<int>(p.tile.base) + segment * p.tile.columns;
+    const int group = block / p.tile.channel_blocks;
+    const int channel = (block - group * p.tile.channel_blocks) * kRowsMmaChannels;
+    channels = min(kRowsMmaChannels, p.out_channels - channel);
+    input = static_cast<const T*>(p.input) + batch * p.in.batch + group * p.in_channels * p.in.channel +
+            column * p.in.axis[2];
+    output = static_cast<T*>(p.output) + batch * p.out.batch + (group * p.out_channels + channel) * p.out.channel;
+  }
+
+  // To the next base, the next batch entry or the block's next item.
+  __device__ void advance(const RowsMmaParams& p) {
+    fresh = false;
+    ++base;
+    if (--left < 0) return start(p, item + gridDim.x);
+    if (base < p.end_base) return;
+    fresh = true;
+    base = p.first_base;
+    input += p.in.batch;
+    output += p.out.batch;
+  }
+
+  // The segment's column 0 of an input row in the group's first channel, or null.
+  __device__ const T* input_row(const RowsMmaParams& p, int y) const {
+    const bool exists = item < p.items && static_cast<unsigned>(y) < static_cast<unsigned>(p.in_height);
+    return exists ? input + y * p.in.axis[1] : nullptr;
+  }
+};
+
+// Four neighbouring elements in memory, as words; zeros if there are none. Without a branch, which would wait for what
+// it loads.
+template <typename T>
+struct RowsMmaQuad {
+  uint32_t word[sizeof(T)];
+
+  __device__ void load(const T* at, bool exists) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) word[i] = 0;
+    if constexpr (sizeof(T) == 4) {
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0; @p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%5]; }"
+                   : "+r"(word[0]), "+r"(word[1]), "+r"(word[2]), "+r"(word[3])
+                   : "r"(static_cast<int>(exists)), "l"(at));
+    } else {
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.v2.b32 {%0, %1}, [%3]; }"
+                   : "+r"(word[0]), "+r"(word[1])
+                   : "r"(static_cast<int>(exists)), "l"(at));
+    }
+  }
+};
+
+// One input row of all channels of a group on its way from global to shared memory, as words: a TF32 value, or
+// channels 2 * r and 2 * r + 1 in word row r. In every step of 8 input channels and for each of its warp's strips a
+// thread moves two quads: 4 columns of one word row (16 bits), or of word rows r and r + 4 (TF32); channels last, 8
+// channels of a column. The halo is a few threads' in addition. Where memory has no aligned quads, all is done element
+// by element in store().
+template <typename T>
+class RowsMmaInputRow {
+  using Quad = RowsMmaQuad<T>;
+  static constexpr int kPerWord = 4 / sizeof(T);
+  static constexpr int kWordRows = kRowsMmaStep / kPerWord;  // of a step
+  static constexpr int kStrips = rows_mma_strips(sizeof(T));
+  static constexpr int kAhead = 1;  // steps that are held in registers
+
+  int x, channel;  // the thread's first quad, relative to the segment and the step
+  int64_t offset;  // its place from the segment's column 0 and the group's first channel on, in elements
+  const T* source;
+  int column;
+  Quad ahead[kAhead][kStrips][2];
+  Quad halo[kPerWord];
+
+ public:
+  __device__ explicit RowsMmaInputRow(const RowsMmaParams& p) {
+    const int quads = p.tile.columns / 4;
+    channel = p.channels_last ? 0 : threadIdx.x / quads;
+    x = p.channels_last ? threadIdx.x : (threadIdx.x - channel * quads) * 4;
+    channel *= kPerWord;
+    offset = channel * p.in.channel + x * p.in.axis[2];
+  }
+
+  __device__ void load(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y) {
+    source = unit.input_row(p, y);
+    column = unit.column;
+    if (source == nullptr || !p.vector_input) return;
+#pragma unroll
+    for (int step = 0; step < kAhead; ++step) {
+      if (step < p.tile.steps) load_step(p, step, ahead[step]);
+    }
+    if (p.with_halo && has_halo(p)) {
+      const int at = p.channels_last ? halo_column() - p.tile.halo : -p.tile.halo;
+      const int first = p.channels_last ? halo_channel() : threadIdx.x * kPerWord;
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) {
+        const int of = first + (p.channels_last ? 4 * i : i);
+        halo[i].load(source + of * p.in.channel + at * p.in.axis[2], of < p.in_channels && is_inside(p, at));
+      }
+    }
+  }
+
+  __device__ void store(const RowsMmaParams& p, uint32_t* row) const {
+    if (source == nullptr) return;
+    if (!p.vector_input) return copy_elements(p, source, column, row);
+    const int pitch = p.tile.row_pitch;
+    if (p.with_halo && has_halo(p)) {
+      if (p.channels_last) {
+        store_channels<kPerWord>(row + halo_channel() / kPerWord * pitch + halo_column(), pitch, halo);
+      } else {
+        store_columns(row + threadIdx.x * pitch, halo);
+      }
+    }
+    row += p.tile.halo + channel / kPerWord * pitch + x;
+#pragma unroll
+    for (int step = 0; step < kAhead; ++step, row += kWordRows * pitch) {
+      if (step < p.tile.steps) store_step(p, row, ahead[step]);
+    }
+#pragma unroll 1
+    for (int step = kAhead; step < p.tile.steps; ++step, row += kWordRows * pitch) {
+      Quad quads[kStrips][2];
+      load_step(p, step, quads);
+      store_step(p, row, quads);
+    }
+  }
+
+ private:
+  // Contiguous: thread t has word row t of all steps'. Channels last: a column, and 4 or 8 channels.
+  static __device__ bool has_halo(const RowsMmaParams& p) { return threadIdx.x < p.tile.steps * kWordRows; }
+  static __device__ int halo_column() { return threadIdx.x % 4; }
+  static __device__ int halo_channel() { return threadIdx.x / 4 * (4 * kPerWord); }
+
+  __device__ bool is_inside(const RowsMmaParams& p, int at) const {
+    return static_cast<unsigned>(column + at) < static_cast<unsigned>(p.in_width);
+  }
+  // From one strip to the next.
+  static __device__ int strip_x(const RowsMmaParams& p) { return p.channels_last ? blockDim.x : 0; }
+  static __device__ int strip_channel(const RowsMmaParams& p) { return p.channels_last ? 0 : 4 / kStrips * kPerWord; }
+
+  __device__ void load_step(const RowsMmaParams& p, int step, Quad (&quads)[kStrips][2]) const {
+    const T* at = source + offset + step * p.step_offset;
+    const int between = p.channels_last || kPerWord == 1 ? 4 : 1;
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i, at += p.strip_offset) {
+      const int first = step * kRowsMmaStep + channel + i * strip_channel(p);
+      const bool inside = is_inside(p, x + i * strip_x(p));
+      quads[i][0].load(at, inside && first < p.in_channels);
+      quads[i][1].load(at + p.quad_offset, inside && first + between < p.in_channels);
+    }
+  }
+
+  static __device__ void store_step(const RowsMmaParams& p, uint32_t* target, const Quad (&quads)[kStrips][2]) {
+    const int pitch = p.tile.row_pitch;
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i, target += strip_x(p) + strip_channel(p) / kPerWord * pitch) {
+      if (p.channels_last) {
+        store_channels<2>(target, pitch, quads[i]);
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < 2 / kPerWord; ++j) store_columns(target + 4 * j * pitch, quads[i] + j);
+    }
+  }
+  static __device__ void store_columns(uint32_t* target, const Quad* quads) {
+    Pack<uint32_t, 4> words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kPerWord == 1) {
+        words.value[i] = to_tf32(__uint_as_float(quads[0].word[i]));
+      } else {
+        words.value[i] = __byte_perm(quads[0].word[i / 2], quads[1].word[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+      }
+    }
+    *reinterpret_cast<Pack<uint32_t, 4>*>(target) = words;
+  }
+  template <int kQuads>
+  static __device__ void store_channels(uint32_t* target, int pitch, const Quad* quads) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof(T)); ++j, target += pitch) {
+        *target = kPerWord == 1 ? to_tf32(__uint_as_float(quads[i].word[j])) : quads[i].word[j];
+      }
+    }
+  }
+
+  static __device__ __noinline__ void copy_elements(const RowsMmaParams& p, const T* source, int column,
+                                                    uint32_t* row) {
+    const int pitch = p.tile.row_pitch;
+    for (int i = threadIdx.x; i < p.tile.halo + p.tile.columns; i += blockDim.x) {
+      const int x = column - p.tile.halo + i;
+      const bool inside = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
+      const auto element = [&](int c) {
+        return inside && c < p.in_channels ? __ldg(source + c * p.in.channel + (x - column) * p.in.axis[2])
+                                           : from_accumulator<T>(0.f);
+      };
+#pragma unroll 4
+      for (int r = 0; r < p.tile.steps * kWordRows; ++r) {
+        if constexpr (kPerWord == 1) {
+          row[r * pitch + i] = to_tf32(element(r));
+        } else {
+          row[r * pitch + i] = two_halves(element(2 * r), element(2 * r + 1));
+        }
+      }
+    }
+  }
+};
+
+// The output channel of row `row + 8 * half` of an MMA. Channels last, a lane's two are neighbours.
+__device__ inline int rows_mma_channel(const RowsMmaParams& p, int row, int half) {
+  return p.channels_last ? 2 * row + half : row + 8 * half;
+}
+
+// What stays in shared memory for a channel block: the weights as the lanes need them, [height tap][step][tap of the
+// last axis][lane]; the bias, and what rows of it alone are copied from: a piece a channel, or one of zeros.
+template <class Traits>
+__device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typename Traits::Element>* weights,
+                               float* terms, typename Traits::Element* constants) {
+  using T = typename Traits::Element;
+  const int group = block / p.tile.channel_blocks, first = (block - group * p.tile.channel_blocks) * kRowsMmaChannels;
+  const int taps = p.height_kernel * Traits::kKernel;
+  const T* const weight =
+      static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.in_channels * p.out_channels * taps;
+  for (int i = threadIdx.x; i < taps * p.tile.steps * 32; i += blockDim.x) {
+    const int row = i / 32 / Traits::kKernel, height_tap = row / p.tile.steps;
+    const int tap = height_tap * Traits::kKernel + i / 32 % Traits::kKernel;
+    const int step = row - height_tap * p.tile.steps;
+    weights[i] = make_left<T>(i % 32 / 4, i % 4, [&](int mma_row, int in) {
+      const int out = first + rows_mma_channel(p, mma_row % 8, mma_row / 8);
+      in += step * kRowsMmaStep;
+      return out < p.out_channels && in < p.in_channels ? __ldg(weight + (in * p.out_channels + out) * taps + tap)
+                                                        : from_accumulator<T>(0.f);
+    });
+  }
+  const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
+  const auto term = [&](int c) {
+    return first + c < p.out_channels ? epilogue.channel_term(group * p.out_channels + first + c) : 0.f;
+  };
+  if (threadIdx.x < kRowsMmaChannels) terms[threadIdx.x] = term(threadIdx.x);
+  if (p.channels_last) return;
+  const int piece = p.tile.constant_bytes / sizeof(T), pieces = p.bias == nullptr ? 1 : kRowsMmaChannels;
+  for (int i = threadIdx.x; i < piece * pieces; i += blockDim.x) {
+    constants[i] = from_accumulator<T>(term(i / piece));
+  }
+}
+
+}  // namespace fastconvt::cuda

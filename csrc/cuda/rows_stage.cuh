@@ -1,0 +1,293 @@
+// Which part of the problem a block of the row kernels makes, and its way into shared memory.
+#pragma once
+
+#include "device/bulk.cuh"
+#include "rows_params.h"
+
+namespace fastconvt::cuda {
+
+constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
+
+template <int index, bool kChannelsLast_, bool kResident_>
+struct RowsTraits {
+  static constexpr bool kChannelsLast = kChannelsLast_;
+  static constexpr bool kResident = kResident_;  // see RowsParams
+  static constexpr int kKernel = kRowShapes[index].kernel;
+  static constexpr int kStride = kRowShapes[index].stride;
+  static constexpr int kDilation = kRowShapes[index].dilation;
+  // Tap t is of phase t * d mod s and reads the input at base - entry(t).
+  FASTCONVT_HOST_DEVICE static constexpr int phase(int t) { return t * kDilation % kStride; }
+  FASTCONVT_HOST_DEVICE static constexpr int entry(int t) { return t * kDilation / kStride; }
+  static constexpr int kMaxEntry = (kKernel - 1) * kDilation / kStride;
+  // The taps of one phase are kTapStep apart and read inputs kEntryStep apart.
+  static constexpr int kGcd = std::gcd(kStride, kDilation);
+  static constexpr int kTapStep = kStride / kGcd;
+  static constexpr int kEntryStep = kDilation / kGcd;
+  static constexpr int kMaxTaps = (kKernel + kTapStep - 1) / kTapStep;
+
+  // A thread owns 4 channels of kChunks columns. A warp's lanes are neighbouring columns; in channels_last, four lanes
+  // are the channel quads of a pixel, so that a warp stores whole sectors.
+  static constexpr int kChunks = 8;
+  static constexpr int kColumns = kRowColumns;
+  static constexpr int kColumnStep = kChannelsLast ? 8 : 32;
+  static constexpr int kTail = row_tail_columns(kStride);
+
+  // Staged inputs: rows of kInputPitch columns; in channels_last, of pixels of kPixelPitch floats, which keeps the
+  // columns of a warp in different banks.
+  static constexpr int kInputPitch = round_up(kColumns + kMaxEntry + 3 + kTail, 4);
+  static constexpr int kPixelChannels = 8;
+  static constexpr int kPixelPitch = 12;
+  static constexpr int kChannelStep = kChannelsLast ? 1 : kInputPitch;
+  static constexpr int kColumnPitch = kChannelsLast ? kPixelPitch : 1;
+  // Staged weights of a (tap, input channel, quad): kernel x 4 channels. Quads stand in different banks.
+  static constexpr int kQuadPitch = 4 * kKernel + (kKernel % 4 == 0 ? 4 : 0);
+
+  // Staged outputs of a channel: up to kStride - 1 before the first output, up to 31 constants, the outputs, and
+  // constants up to the end of a 128-byte line. A warp has kOutputBuffers of them in turn.
+  static constexpr int kOutputSlack = 4;
+  static constexpr int kOutputPitch = kOutputSlack + round_up(31 + kStride * (kColumns + kTail), 32);
+  static constexpr int kOutputBuffers = 2;
+  static constexpr int kOutputs = kChannelsLast ? 0 : kRowsWarps * kOutputBuffers * kOutputPitch;
+  static_assert(kStride <= kOutputSlack && (kOutputBuffers == 2 || kOutputBuffers == 4));
+
+  static constexpr int kConstants = kStride * kColumns;  // floats from which constant outputs are stored
+
+  // Threads and registers of a block: the feeding warps leave some of theirs to the others.
+  static constexpr int kTeams = 3;
+  static constexpr int kThreads = (kTeams + 1) * kRowsTeamThreads;
+  static constexpr int kComputeRegisters = 152, kFeedRegisters = 56;
+};
+
+// One data row: the taps of the height that are in range.
+struct RowsTaps {
+  int output_row;
+  int top;        // the last input row that a tap of its phase could read: no later row reads row_reach before it
+  int first, count;  // first + j * step
+  int input_row;  // that the first of them reads; the j-th reads j * row_dilation before
+
+  // row_step * (row_phase + row) = output_row + padding = stride * q + row_step * phase.
+  __device__ static RowsTaps make(const RowsParams& p, int row) {
+    RowsTaps r;
+    r.output_row = p.first_row + row * p.row_step;
+    int phase = p.row_phase + row;
+    r.top = p.by_row_phase(phase);
+    int t = phase * p.row_inverse;
+    p.by_row_phase(t);
+    int reach = t * p.row_dilation - phase;  // a multiple of the step
+    const int h = r.top - p.by_row_phase(reach);
+    int last = p.kernel_height - 1 - t;
+    const int taps = last < 0 || p.tapless ? 0 : p.by_row_phase(last) + 1;
+    int above = h - p.in_height + p.row_dilation;  // taps that read below the input come first
+    const int begin = above < p.row_dilation ? 0 : p.by_row_dilation(above);
+    int below = h;
+    const int end = h < 0 ? 0 : min(taps, p.by_row_dilation(below) + 1);
+    r.count = max(0, end - begin);
+    r.first = t + begin * p.by_row_phase.divisor;
+    r.input_row = h - begin * p.row_dilation;
+    return r;
+  }
+};
+
+// A data row of the block as its loop needs it, made once, a thread a row. Offsets are in floats.
+struct alignas(16) RowsStep {
+  int input, weight, taps;  // of the first tap: its ring slot, its weights
+  int next_slot;            // where to stage input row next_row for the rows that follow; -1: nothing to stage
+  int next_row;
+  int first, input_row;  // as in RowsTaps
+  int unused;
+
+  __device__ static RowsStep make(const RowsParams& p, int row, bool last) {
+    const RowsTaps taps = RowsTaps::make(p, row);
+    RowsStep s{};
+    int slot = max(taps.input_row, 0);
+    p.by_ring(slot);
+    s.input = slot * p.input_slot, s.weight = taps.first * p.weight_slot, s.taps = taps.count;
+    s.first = taps.first, s.input_row = taps.input_row;
+    s.next_row = RowsTaps::make(p, row + 1).top;
+    slot = s.next_row;
+    p.by_ring(slot);
+    const bool stages = !last && s.next_row > taps.top && s.next_row < p.in_height;
+    s.next_slot = stages ? slot * p.input_slot : -1;
+    return s;
+  }
+};
+
+// What all threads of a block agree on.
+struct RowsBlock {
+  int batch, group, quad;  // first group of the block, first quad of that group
+  int segment, channel_block;
+  int row, rows;            // data rows
+  int channels;             // of all groups of the block
+  int base, columns, tail;  // base of column 0, bases, bases beyond kColumns
+
+  template <class Traits>
+  __device__ static RowsBlock make(const RowsParams& p, int index) {
+    RowsBlock b;
+    int rest = p.by_segment(index);
+    b.segment = index;
+    if constexpr (Traits::kChannelsLast) {
+      const int next = p.by_channel_block(rest);
+      b.channel_block = rest;
+      b.row = next;
+      b.batch = p.by_unit(b.row);
+    } else {
+      b.channel_block = p.by_unit(rest);
+      b.row = rest;
+      b.batch = p.by_channel_block(b.channel_block);
+    }
+    b.row *= p.block_rows;
+    b.rows = min(p.block_rows, p.rows - b.row);
+    b.quad = b.channel_block;
+    b.group = p.by_quad_block(b.quad) * p.block_groups;
+    b.quad *= p.block_quads;
+    b.channels = min(p.block_groups, p.groups - b.group) * p.in_channels;
+    b.base = p.first_base + b.segment * Traits::kColumns;
+    const int left = p.bases - b.segment * Traits::kColumns;
+    b.columns = min(left, Traits::kColumns);
+    b.tail = b.segment == p.segments - 1 ? left - b.columns : 0;
+    return b;
+  }
+
+  // Channel quads of the block in use: `slot` 0 .. kRowsQuads - 1.
+  __device__ static void place(const RowsParams& p, int slot, int& group, int& quad) {
+    group = p.block_quads == 1 ? slot : p.block_quads == 2 ? slot / 2 : 0;
+    quad = slot - group * p.block_quads;
+  }
+  __device__ bool channel_exists(const RowsParams& p, int group, int quad, int c) const {
+    return group < min(p.block_groups, p.groups - this->group) && quad < p.block_quads &&
+           4 * (this->quad + quad) + c < p.out_channels;
+  }
+  __device__ int64_t first_channel(const RowsParams& p, int group, int quad) const {
+    return static_cast<int64_t>(this->group + group) * p.out_channels + 4 * (this->quad + quad);
+  }
+  // Where an output row of a channel starts.
+  __device__ float* row_of(const RowsParams& p, int64_t channel, int output_row) const {
+    return p.output + batch * p.output_stride.batch + channel * p.output_stride.channel +
+           output_row * p.output_stride.axis[1];
+  }
+
+  __device__ int output_begin(const RowsParams& p, int stride) const { return max(0, base * stride - p.padding); }
+  __device__ int output_end(const RowsParams& p, int stride) const {
+    return min(p.out_width, (base + columns + tail) * stride - p.padding);
+  }
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Input columns `first` .. end - 1 are staged; those in low .. high - 1 exist.
+struct RowsColumns {
+  int first, end, low, high;
+
+  template <class Traits>
+  __device__ static RowsColumns make(const RowsParams& p, const RowsBlock& b) {
+    RowsColumns c;
+    c.first = b.base - Traits::kMaxEntry;
+    if (!Traits::kChannelsLast) c.first &= ~3;
+    c.end = b.base + b.columns + b.tail;
+    c.low = min(max(c.first, 0), c.end);
+    c.high = max(min(c.end, p.in_width), c.low);
+    return c;
+  }
+};
+
+// One input row of `channels` channels, by warps `warp`, warp + warps, ...; `input` is that of the first channel.
+template <class Traits>
+__device__ inline void stage_row(const RowsParams& p, const RowsColumns& columns, int channels, const float* input,
+                                 float* slot, int warp, int warps, uint64_t policy) {
+  const int lane = threadIdx.x % 32;
+  const int begin = columns.low + (p.vector_input ? 4 * lane : lane), left = columns.high - begin;
+  // Fewer than 32 columns do not exist: a lane clears one.
+  const int before = columns.low - columns.first;
+  const bool clears = lane < before + columns.end - columns.high;
+  const int cleared = lane < before ? lane : columns.high - columns.first + lane - before;
+  const float* from = input + warp * p.input_stride.channel + begin;
+  float* to = slot + warp * Traits::kInputPitch;
+#pragma unroll 1
+  for (int c = warp; c < channels; c += warps) {
+    float* const target = to + begin - columns.first;
+    if (p.vector_input) {
+#pragma unroll
+      for (int i = 0; i < Traits::kInputPitch; i += 128) {
+        if (i < left) copy_16_async(target + i, from + i, policy);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < left; i += 32) copy_4_async(target + i, from + i);
+    }
+    if (clears) to[cleared] = 0;
+    from += warps * p.input_stride.channel;
+    to += warps * Traits::kInputPitch;
+  }
+}
+
+// Channels_last: the channels of a pixel stay neighbours.
+template <class Traits>
+__device__ inline void stage_pixels(const RowsParams& p, const RowsColumns& columns, int channels, const float* input,
+                                    float* slot, int warp, int warps, uint64_t policy) {
+  const bool vector = p.vector_input && channels % 4 == 0;
+  const int lanes = vector ? channels / 4 : 8;  // of a pixel: 1 or 2 with vectors
+  const int shift = vector ? lanes - 1 : 3;
+  const int thread = 32 * warp + threadIdx.x % 32, step = 32 * warps >> shift;
+  const int c = (thread & (lanes - 1)) * (vector ? 4 : 1);
+  if (c >= channels) return;
+  int i = columns.first + (thread >> shift);
+  float* pixel = slot + c + (i - columns.first) * Traits::kPixelPitch;
+  const float* source = input + c + i * p.input_stride.axis[2];
+#pragma unroll 2
+  for (; i < columns.end; i += step, pixel += step * Traits::kPixelPitch, source += step * p.input_stride.axis[2]) {
+    const bool exists = i >= columns.low && i < columns.high;
+    if (vector && exists) {
+      copy_16_async(pixel, source, policy);
+    } else if (vector) {
+      *reinterpret_cast<float4*>(pixel) = float4{0, 0, 0, 0};
+    } else if (exists) {
+      copy_4_async(pixel, source);
+    } else {
+      *pixel = 0;
+    }
+  }
+}
+
+// Input row `row`, channels `channel` on of the block, by some warps of it.
+template <class Traits>
+__device__ inline void stage_input(const RowsParams& p, const RowsBlock& b, const RowsColumns& columns, int row,
+                                   int channel, int channels, float* slot, int warp, int warps, uint64_t policy) {
+  const float* const input =
+      p.input + b.batch * p.input_stride.batch + row * p.input_stride.axis[1] +
+      (static_cast<int64_t>(b.group) * p.in_channels + channel) * p.input_stride.channel;
+  if constexpr (Traits::kChannelsLast) {
+    stage_pixels<Traits>(p, columns, channels, input, slot, warp, warps, policy);
+  } else {
+    stage_row<Traits>(p, columns, channels, input, slot, warp, warps, policy);
+  }
+}
+
+// Weights of one tap of the height and `channels` input channels, the block's `channel` on, transposed to
+// [channel][quad][tap of the last axis][4 channels]. A thread keeps to one output channel.
+template <class Traits>
+__device__ inline void stage_weights(const RowsParams& p, const RowsBlock& b, int tap, int channel, int channels,
+                                     float* slot) {
+  const int thread = threadIdx.x % kRowsTeamThreads, place = thread % 16, quad = place / 4;
+  if (quad >= p.block_quads) return;
+  const int output_channel = 4 * b.quad + place, first = thread / 16;
+  const float* from =
+      p.weight + (static_cast<int64_t>(b.group) * p.in_channels + channel + first) * p.weight_channel +
+      static_cast<int64_t>(output_channel) * p.weight_filter + tap * Traits::kKernel;
+  float* to = slot + (first * p.block_quads + quad) * Traits::kQuadPitch + place % 4;
+#pragma unroll 1
+  for (int c = first; c < channels; c += kRowsTeamThreads / 16) {
+    if (output_channel < p.out_channels) {
+#pragma unroll
+      for (int k = 0; k < Traits::kKernel; ++k) copy_4_async(to + 4 * k, from + k);
+    } else {
+#pragma unroll
+      for (int k = 0; k < Traits::kKernel; ++k) to[4 * k] = 0;
+    }
+    from += kRowsTeamThreads / 16 * p.weight_channel;
+    to += kRowsTeamThreads / 16 * p.block_quads * Traits::kQuadPitch;
+  }
+}
+
+#endif
+
+}  // namespace fastconvt::cuda
