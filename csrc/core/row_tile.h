@@ -20,7 +20,8 @@ inline std::string row_tile_refusal(const Problem& p) {
     return "2^31 inputs of a group, or outputs of a channel";
   }
   if (double(p.weight_elements()) >= kMaxElements) return "a weight of 2^31 elements";
-  if (double(p.in_channels) * double(height.kernel) * double(height.kernel) >= kMaxElements) return "a kernel too high";
+  if (p.in_channels_per_group() * height.kernel >= 1 << 20) return "2^20 pairs of an input channel and a kernel row";
+  if (double(p.groups) * double((p.out_channels_per_group() + 15) / 16) >= 65536.0) return "65536 groups or more";
   return "";
 }
 

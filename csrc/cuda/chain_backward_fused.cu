@@ -10,51 +10,51 @@ namespace {
 
 constexpr int kMaxBlocks = 256;  // sums of so many have room
 constexpr int kReduceSlots = 8;
+constexpr int kSeamThreads = 256;
 
 int count_octets(const Problem& problem) { return problem.out_channels <= 8 ? 1 : problem.out_channels <= 16 ? 2 : 4; }
+
+// Appends the steps of a phase, of two neighbours each, and its pairs of neighbours along the width.
+void plan_phase(const Problem& problem, int index, FusedParams& p) {
+  FusedPhase& phase = p.phase[index];
+  phase.first_step = p.steps;
+  phase.first_entry = p.entries;
+  int found = 0;
+  for (int neighbour = 0; neighbour < 8; ++neighbour) {
+    bool exists = true;
+    for (int a = 0; a < 3; ++a) {
+      const Axis& axis = problem.axis[a];
+      exists = exists && phase.residue[a] + (neighbour >> (2 - a) & 1) * axis.stride < axis.kernel;
+    }
+    if (!exists) continue;
+    if (found++ % 2 == 0) {
+      p.step_phase[p.steps] = static_cast<uint8_t>(index);
+      p.neighbours[p.steps][0] = p.neighbours[p.steps][1] = static_cast<uint8_t>(neighbour);
+      ++p.steps;
+    } else {
+      p.neighbours[p.steps - 1][1] = static_cast<uint8_t>(neighbour);
+      p.second_exists[p.steps - 1] = true;
+    }
+    if (phase.pairs >> neighbour / 2 & 1) continue;
+    phase.pairs |= 1 << neighbour / 2;
+    p.entry_phase[p.entries] = static_cast<uint8_t>(index);
+    p.entry_pair[p.entries++] = static_cast<uint8_t>(neighbour / 2);
+  }
+  phase.end_step = p.steps;
+}
 
 void plan_phases(const Problem& problem, FusedParams& p) {
   const auto& axis = problem.axis;
   for (int z = 0; z < axis[0].stride; ++z) {
     for (int y = 0; y < axis[1].stride; ++y) {
       for (int x = 0; x < axis[2].stride; ++x) {
-        const int phase = p.phases++;
-        const int residue[3] = {z, y, x};
-        for (int a = 0; a < 3; ++a) p.residue[phase][a] = static_cast<uint8_t>(residue[a]);
-        p.first_step[phase] = static_cast<uint8_t>(p.steps);
-        p.first_entry[phase] = static_cast<uint8_t>(p.entries);
-        int found = 0;
-        for (int neighbour = 0; neighbour < 8; ++neighbour) {
-          bool exists = true;
-          for (int a = 0; a < 3; ++a) {
-            exists = exists && residue[a] + (neighbour >> (2 - a) & 1) * axis[a].stride < axis[a].kernel;
-          }
-          if (!exists) continue;
-          if (found++ % 2 == 0) {
-            p.step_phase[p.steps] = static_cast<uint8_t>(phase);
-            p.neighbours[p.steps][0] = p.neighbours[p.steps][1] = static_cast<uint8_t>(neighbour);
-            ++p.steps;
-          } else {
-            p.neighbours[p.steps - 1][1] = static_cast<uint8_t>(neighbour);
-            p.second_exists[p.steps - 1] = true;
-          }
-          const int pair = neighbour / 2;
-          if (p.pairs[phase] >> pair & 1) continue;
-          p.pairs[phase] = static_cast<uint8_t>(p.pairs[phase] | 1 << pair);
-          p.entry_phase[p.entries] = static_cast<uint8_t>(phase);
-          p.entry_pair[p.entries++] = static_cast<uint8_t>(pair);
-        }
+        FusedPhase& phase = p.phase[p.phases];
+        phase.residue[0] = z, phase.residue[1] = y, phase.residue[2] = x;
+        phase.output = (z * axis[1].out() + y) * axis[2].out() + x;
+        plan_phase(problem, p.phases++, p);
       }
     }
   }
-  p.first_step[p.phases] = static_cast<uint8_t>(p.steps);
-}
-
-// Own cells of a tile along an axis where `most` fit a block: all, or one fewer than fit, in even shares.
-void divide_axis(FusedAxis& axis, int most) {
-  axis.tiles = axis.cells <= most ? 1 : (axis.cells + most - 2) / (most - 1);
-  axis.tile = (axis.cells + axis.tiles - 1) / axis.tiles;
-  axis.tiles = (axis.cells + axis.tile - 1) / axis.tile;
 }
 
 void plan_shared(FusedParams& p, int octets) {
@@ -65,32 +65,36 @@ void plan_shared(FusedParams& p, int octets) {
     return offset;
   };
   FusedShared& s = p.shared;
+  s.phases = place(p.phases * static_cast<int>(sizeof(FusedPhase) / sizeof(float)));
+  s.offsets = place(kPlanes * p.steps * 2 + 2);  // the loops read one step ahead
   s.forward_weights = place(p.steps * octets * kLanes * 4);
   s.input_weights = place(p.entries * octets * kLanes * 4);
   s.bias = place(octets * 8);
   s.weight_sums = place(p.rows * p.steps * ((octets + 1) / 2) * kLanes * 4);
-  s.patches = place(p.rows * octets * 8 * kPatchPitch);
+  s.patch_floats = std::max(octets * 8 * kPatchPitch, 2 * kExchangeCells * 8);
+  s.patches = place(p.rows * s.patch_floats);
   s.planes = place(kPlanes * (p.rows + 1) * kPlanePitch * 4);
-  s.exchange = place(p.rows * 2 * kExchangeCells * 8);
   s.floats = at;
 }
 
 // Tiles for blocks with so much shared memory, `slots` of them at a time; false if there is too little.
 bool plan_tiles(FusedParams& p, int octets, int64_t shared_bytes, int64_t slots) {
-  for (p.rows = std::min(kMaxTileRows, p.axis[1].cells);; --p.rows) {
+  for (p.rows = std::min(max_tile_rows(octets), p.axis[1].cells);; --p.rows) {
     if (p.rows < 1 || (p.rows < 4 && p.axis[1].cells > p.rows)) return false;
     plan_shared(p, octets);
     if (int64_t{p.shared.floats} * 4 <= shared_bytes) break;
   }
-  divide_axis(p.axis[1], p.rows);
-  p.rows = std::min(p.axis[1].cells, p.axis[1].tile + (p.axis[1].tiles > 1 ? 1 : 0));
+  FusedAxis& height = p.axis[1];
+  height.tiles = (height.cells + p.rows - 1) / p.rows;
+  height.tile = p.rows = (height.cells + height.tiles - 1) / height.tiles;
+  height.tiles = (height.cells + height.tile - 1) / height.tile;
   plan_shared(p, octets);
   FusedAxis& width = p.axis[2];
   width.tile = width.cells <= kTileCells ? kTileCells : kTileCells - 1;
   width.tiles = (width.cells + width.tile - 1) / width.tile;
   // Along the depth: as few planes twice as go with an even share of the blocks.
   FusedAxis& depth = p.axis[0];
-  const int64_t columns = int64_t{p.batch} * p.axis[1].tiles * width.tiles;
+  const int64_t columns = int64_t{p.batch} * height.tiles * width.tiles;
   double least = 0;
   for (int tiles = 1; tiles <= depth.cells; tiles = tiles < 64 ? tiles + 1 : 2 * tiles) {
     const int length = (depth.cells + tiles - 1) / tiles;
@@ -120,8 +124,8 @@ FusedParams make_fused_params(const Problem& problem) {
     to.padding = static_cast<int>(axis.padding);
     to.cells = static_cast<int>(std::max(axis.in, axis.base(axis.out() - 1) + 1));
   }
-  plan_phases(problem, p);
   const int octets = count_octets(problem);
+  plan_phases(problem, p);
   p.sums_stride = p.steps * ((octets + 1) / 2) * kLanes * 4 + octets * 8 + 1;
   return p;
 }
@@ -139,8 +143,10 @@ __device__ __forceinline__ int find_weight_sum(const FusedParams& p, int index, 
     neighbour += t / p.axis[a].stride << (2 - a);
     scale *= p.axis[a].stride;
   }
-  int step = p.first_step[phase];
-  while (p.neighbours[step][0] != neighbour && p.neighbours[step][1] != neighbour) ++step;
+  int step = 0;
+  while (p.step_phase[step] != phase || (p.neighbours[step][0] != neighbour && p.neighbours[step][1] != neighbour)) {
+    ++step;
+  }
   const int channel = index / volume % p.out_channels;
   const int column = index / volume / p.out_channels + (p.neighbours[step][0] == neighbour ? 0 : 4);
   const int lane = channel % 8 * 4 + column / 2;
@@ -202,6 +208,24 @@ bool plan_device(const Problem& problem, FusedParams& p, int& blocks) {
   return true;
 }
 
+// Adds the two parts of the input's gradient at the seams.
+template <typename T>
+__global__ void fused_seam_kernel(const __grid_constant__ FusedParams p, int64_t count) {
+  const int64_t index = blockIdx.x * int64_t{kSeamThreads} + threadIdx.x;
+  if (index >= count) return;
+  int64_t rest = index;
+  const int x = split_off(rest, p.axis[2].in), c = split_off(rest, p.in_channels), z = split_off(rest, p.axis[0].in);
+  const int y = (split_off(rest, p.axis[1].tiles - 1) + 1) * p.axis[1].tile - 1;
+  if (y >= p.axis[1].in) return;
+  T* to = static_cast<T*>(p.grad_input) + rest * p.input_stride.batch + z * p.input_stride.axis[0] +
+          y * p.input_stride.axis[1] + x * p.input_stride.axis[2] + c * p.input_stride.channel;
+  *to = from_accumulator<T>(p.seams[index] + p.seams[index + count]);
+}
+
+int64_t count_seam_elements(const FusedParams& p) {
+  return int64_t{p.batch} * (p.axis[1].tiles - 1) * p.axis[0].in * p.in_channels * p.axis[2].in;
+}
+
 template <typename T, int kOctets>
 cudaError_t launch(const FusedParams& p, int blocks, int64_t outputs, const FusedGradients<T>& to,
                    cudaStream_t stream) {
@@ -215,6 +239,11 @@ cudaError_t launch(const FusedParams& p, int blocks, int64_t outputs, const Fuse
   const auto reduction = fused_reduction_kernel<T>;
   const dim3 threads(kLanes, kReduceSlots);
   reduction<<<divide_up(outputs, kLanes), threads, 0, stream>>>(p, to, blocks, kOctets);
+  const int64_t seams = p.grad_input != nullptr ? count_seam_elements(p) : 0;
+  if (seams > 0) {
+    const auto seam_kernel = fused_seam_kernel<T>;
+    seam_kernel<<<divide_up(seams, kSeamThreads), kSeamThreads, 0, stream>>>(p, seams);
+  }
   return cudaGetLastError();
 }
 
@@ -228,7 +257,10 @@ bool fused_chain_backward_fits(const Problem& problem) {
 }
 
 int64_t fused_chain_backward_workspace(const Problem& problem) {
-  return kMaxBlocks * int64_t{make_fused_params(problem).sums_stride} * int64_t{sizeof(float)};
+  FusedParams p = make_fused_params(problem);
+  int blocks;
+  if (!plan_device(problem, p, blocks)) return 0;
+  return (int64_t{blocks} * p.sums_stride + 2 * count_seam_elements(p)) * int64_t{sizeof(float)};
 }
 
 cudaError_t launch_fused_chain_backward(const Problem& problem, const void* grad_output, const void* input,
@@ -243,6 +275,7 @@ cudaError_t launch_fused_chain_backward(const Problem& problem, const void* grad
   p.grad_output = grad_output, p.input = input, p.weight = weight, p.bias = bias, p.subtrahend = subtrahend;
   p.grad_input = grad_input, p.wants_weight = grad_weight != nullptr;
   p.sums = static_cast<float*>(workspace);
+  p.seams = p.sums + int64_t{blocks} * p.sums_stride;
   p.min = static_cast<float>(min), p.max = static_cast<float>(max);
   return dispatch_dtype(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -10,11 +10,28 @@ namespace fastconvt::cuda {
 // Where du is made by this kernel, |log2 S| is below; so 1 / S times dv neither overflows nor loses bits.
 constexpr float kFusedSafe = 64.0f;
 
+__device__ __forceinline__ float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const void* pointer) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
 struct FusedTile {
   int batch;
   int first[3];  // cell
   int own[3];    // cells
-  int cells[3];  // with those beyond the own ones
+  int cells[3];  // with those beyond the own ones, along depth and width
+  int seam;      // before the tile's first row
 };
 
 __device__ __forceinline__ FusedTile find_tile(const FusedParams& p, int index) {
@@ -28,8 +45,10 @@ __device__ __forceinline__ FusedTile find_tile(const FusedParams& p, int index) 
     tile.first[a] = index % axis.tiles * axis.tile;
     index /= axis.tiles;
     tile.own[a] = min(axis.tile, axis.cells - tile.first[a]);
-    tile.cells[a] = min(tile.own[a] + (tile.first[a] + tile.own[a] < axis.cells ? 1 : 0), axis.cells - tile.first[a]);
+    const bool last = tile.first[a] + tile.own[a] == axis.cells;
+    tile.cells[a] = tile.own[a] + (a == 1 || last ? 0 : 1);
   }
+  tile.seam = tile.first[1] / p.axis[1].tile - 1;
   return tile;
 }
 
@@ -57,7 +76,7 @@ __device__ __forceinline__ int find_tap(const FusedParams& p, int phase, int nei
   int tap = 0;
 #pragma unroll
   for (int a = 0; a < 3; ++a) {
-    const int t = p.residue[phase][a] + (neighbour >> (2 - a) & 1) * p.axis[a].stride;
+    const int t = p.phase[phase].residue[a] + (neighbour >> (2 - a) & 1) * p.axis[a].stride;
     if (t >= p.axis[a].kernel) return -1;
     tap = tap * p.axis[a].kernel + t;
   }

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kSharedFloats = (76800 - kRowTileHead) / 4;  // of a block: three fit an SM
 constexpr int kMaxConstants = 1600;       // floats that one bulk store takes
+constexpr int64_t kMaxGrid = 65535;       // of its second and third axis
 constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -101,10 +102,7 @@ template <class Traits>
 cudaError_t launch(const Problem& problem, RowTileParams& p, cudaStream_t stream) {
   const int bytes = kRowTileHead + 4 * set_chunks<Traits>(p);
   const int64_t blocks = problem.batch * p.channel_blocks * p.rows * p.segments;
-  if (blocks > INT32_MAX) return cudaErrorNotSupported;
   p.by_segment = fast_divide(p.segments);
-  p.by_row = fast_divide(p.rows);
-  p.by_channel_block = fast_divide(p.channel_blocks);
   p.by_quad_block = fast_divide(p.quad_blocks);
   p.vector_input = reinterpret_cast<uintptr_t>(p.input) % 16 == 0 && p.in_width % 4 == 0;
   set_bursts(problem, blocks, p);
@@ -112,7 +110,12 @@ cudaError_t launch(const Problem& problem, RowTileParams& p, cudaStream_t stream
   const cudaError_t error = cudaFuncSetAttribute(row_tile_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  kRowTileHead + 4 * kSharedFloats);
   if (error != cudaSuccess) return error;
-  row_tile_kernel<Traits><<<static_cast<unsigned>(blocks), kRowTileThreads, bytes, stream>>>(p);
+  for (int64_t done = 0; done < problem.batch; done += kMaxGrid) {
+    const dim3 grid(p.rows * p.segments, p.channel_blocks, static_cast<unsigned>(std::min(kMaxGrid, problem.batch - done)));
+    row_tile_kernel<Traits><<<grid, kRowTileThreads, bytes, stream>>>(p);
+    p.input += kMaxGrid * p.input_batch, p.output += kMaxGrid * p.output_batch;
+    p.burst_blocks = 0;
+  }
   return cudaGetLastError();
 }
 

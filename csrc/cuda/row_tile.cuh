@@ -63,7 +63,7 @@ class RowTileKernel {
   __device__ void run() {
     int total, end;
     {
-      const RowTileBlock b = RowTileBlock::make(p, blockIdx.x);
+      const RowTileBlock b = RowTileBlock::make(p);
       const RowTileTaps taps = RowTileTaps::make(p, b.row);
       const RowTileQuad q = RowTileQuad::make(p, b);
       total = b.groups * p.in_channels * taps.count, end = min(p.chunk_rows, total);
@@ -74,7 +74,7 @@ class RowTileKernel {
       wait_for_tile();
       store_constants(b, q);
     }
-    start_accumulators();
+    clear_accumulators();
 #pragma unroll 1
     for (int begin = 0;;) {
       accumulate(begin, end);
@@ -86,6 +86,7 @@ class RowTileKernel {
       stage(b, head.taps, RowTileQuad::make(p, b), begin, end);
       wait_for_tile();
     }
+    if (p.bias != nullptr) add_bias();
     if (lane < 8) wait_for_bulk_reads();  // of constants, where outputs are staged
     const bool suspect = __any_sync(~0u, is_suspect());
     __syncthreads();
@@ -167,15 +168,23 @@ class RowTileKernel {
     commit_bulk();
   }
 
-  __device__ void start_accumulators() {
-    const float4 start = reinterpret_cast<const float4*>(head.bias)[warp];
+  __device__ void clear_accumulators() {
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+        for (int r = 0; r < kStride; ++r) acc[c][i][r] = 0;
+    tail = 0;
+  }
+  __device__ void add_bias() {
+    const float4 bias = reinterpret_cast<const float4*>(head.bias)[warp];
 #pragma unroll
     for (int i = 0; i < kChunks; ++i)
 #pragma unroll
       for (int r = 0; r < kStride; ++r) {
-        acc[0][i][r] = start.x, acc[1][i][r] = start.y, acc[2][i][r] = start.z, acc[3][i][r] = start.w;
+        acc[0][i][r] += bias.x, acc[1][i][r] += bias.y, acc[2][i][r] += bias.z, acc[3][i][r] += bias.w;
       }
-    tail = 0;
   }
 
   __device__ __forceinline__ void accumulate(int begin, int end) {
@@ -204,7 +213,7 @@ class RowTileKernel {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
 #pragma unroll
-          for (int t = kKernel - 1; t >= 0; --t) {
+          for (int t = 0; t < kKernel; ++t) {
             const float weight = c == 0 ? ws[t].x : c == 1 ? ws[t].y : c == 2 ? ws[t].z : ws[t].w;
             float& sum = acc[c][i][Traits::phase(t)];
             sum = fmaf(weight, xs[Traits::entry(t)][i], sum);

@@ -13,7 +13,7 @@ constexpr int kRowTileWarps = 4;
 constexpr int kRowTileThreads = 32 * kRowTileWarps;
 constexpr int kRowTileHead = 128;  // bytes of shared memory before the weights
 
-// A block makes one data row (an output row whose phase can have taps) of up to 16 output channels, a warp four of
+// Blocks are (data row and segment of it, channels, batch). A block makes one data row (an output row whose phase can have taps) of up to 16 output channels, a warp four of
 // them, kRowColumns bases of the last axis and a few more outputs beyond them, and stores the constant rows that follow.
 // All pairs of an input channel and a tap of the height that the row reads are staged at once as far as shared memory
 // allows, which is laid out so: weights; staged inputs (and the constants, if each channel has its own), whose place
@@ -48,7 +48,7 @@ struct RowTileParams {
   // stream of stores cost far more than their bytes. 0: the input is small.
   int64_t input_bytes;
   int burst_blocks, burst_bytes;
-  FastDivide by_segment, by_row, by_channel_block, by_quad_block, by_burst;
+  FastDivide by_segment, by_quad_block, by_burst;
   FastDivide by_row_phase;     // stride / gcd of the height: phases with taps, and the taps' step
   FastDivide by_row_dilation;  // row_dilation
 };

@@ -42,7 +42,7 @@ __device__ inline int missing_in(const float* pointer, int floats) { return -off
 struct RowTileTaps {
   int first, count;  // first + j * step
   int input_row;     // that the first of them reads; the j-th reads j * row_dilation before
-  uint32_t inverse;  // of count, for divide()
+  float inverse;     // of count, for divide()
 
   // row_step * (row_phase + row) = output_row + padding = stride * q + row_step * phase.
   __device__ static RowTileTaps make(const RowTileParams& p, int row) {
@@ -62,18 +62,13 @@ struct RowTileTaps {
     r.count = max(0, end - begin);
     r.first = t + begin * p.by_row_phase.divisor;
     r.input_row = h - begin * p.row_dilation;
-    r.inverse = r.count > 1 ? 0xffffffffu / r.count + 1 : 0;
+    r.inverse = __fdividef(1.0f, static_cast<float>(r.count));
     return r;
   }
 
-  // n / count, and n becomes the remainder; n * count < 2^32.
+  // n / count, and n becomes the remainder. What n + 0.5 is off stays below 0.5 / count for n < 2^20.
   __device__ int divide(int& n) const {
-    if (count == 1) {
-      const int quotient = n;
-      n = 0;
-      return quotient;
-    }
-    const int quotient = __umulhi(n, inverse);
+    const int quotient = static_cast<int>((static_cast<float>(n) + 0.5f) * inverse);
     n -= quotient * count;
     return quotient;
   }
@@ -86,15 +81,20 @@ struct RowTileBlock {
   int segment, row;         // data row
   int base, columns, tail;  // base of column 0, bases, bases beyond kRowColumns
 
-  __device__ static RowTileBlock make(const RowTileParams& p, int index) {
+  __device__ static RowTileBlock make(const RowTileParams& p) {
     RowTileBlock b;
-    b.segment = index;
-    b.row = p.by_segment(b.segment);
-    int block = p.by_row(b.row);
-    b.batch = p.by_channel_block(block);
-    b.quad = block;
-    b.group = p.by_quad_block(b.quad) * p.block_groups;
-    b.quad *= p.block_quads;
+    b.row = blockIdx.x, b.segment = 0, b.batch = blockIdx.z;
+    if (p.segments > 1) {
+      b.segment = b.row;
+      b.row = p.by_segment(b.segment);
+    }
+    b.group = blockIdx.y, b.quad = 0;
+    if (p.quad_blocks > 1) {
+      b.quad = b.group;
+      b.group = p.by_quad_block(b.quad);
+      b.quad *= p.block_quads;
+    }
+    b.group *= p.block_groups;
     b.groups = min(p.block_groups, p.groups - b.group);
     b.base = p.first_base + b.segment * kRowColumns;
     const int left = p.bases - b.segment * kRowColumns;
@@ -209,7 +209,7 @@ __device__ inline void stage_weights(const RowTileParams& p, const RowTileTaps& 
 __device__ inline void prefetch_inputs(const RowTileParams& p, int warp, int lane) {
   constexpr int kFetchers = 64;
   if (p.burst_blocks == 0 || warp != kRowTileWarps - 1) return;
-  int index = blockIdx.x;
+  int index = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const int burst = p.by_burst(index);
   if (index >= kFetchers) return;
   const uint64_t policy = evict_last_policy();

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cmath>
-#include <cstddef>
 #include <utility>
 
 #include "launchers.h"
@@ -12,8 +10,8 @@
 namespace fastconvt::cuda {
 namespace {
 
-constexpr int kSharedBytes = 227 << 10;   // of a block
-constexpr int64_t kBurstBytes = 12 << 20;  // far less than the L2 cache
+constexpr int kSharedBytes = 76800;  // of a block: three fit an SM
+constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache  // far less than the L2 cache
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -33,7 +31,6 @@ void set_rows(const Axis& axis, RowsParams& p) {
   p.row_phase = (p.first_row + height.padding) / p.row_step;
   p.by_row_phase = fast_divide(height.stride_quotient);
   p.by_row_dilation = fast_divide(height.dilation_quotient);
-  p.row_reach = static_cast<int>((height.kernel - int64_t{1}) * height.dilation / height.stride);
 }
 
 void set_columns(const Axis& axis, RowsParams& p) {
@@ -44,56 +41,26 @@ void set_columns(const Axis& axis, RowsParams& p) {
   p.segments = static_cast<int>(row_segments(axis));
 }
 
-// Which groups and channels a team makes, and what it stages at once; returns its floats of shared memory, or 0 where
-// they are too many.
+// Which groups and channels a block makes, and what it stages at once; returns its floats of shared memory.
 template <class Traits>
 int set_chunks(RowsParams& p) {
   const int quads = ceil_div(p.out_channels, 4);
   p.block_quads = std::min(quads, kRowsQuads);
   p.quad_blocks = ceil_div(quads, p.block_quads);
-  const int fixed = offsetof(RowsShared<Traits>, weights) / 4 + Traits::kOutputs, left = kSharedBytes / Traits::kTeams / 128 * 32 - fixed;
+  const int left = kSharedBytes / 4 - Traits::kConstants;
   const int weight_row = p.block_quads * Traits::kQuadPitch;
-  const auto slot = [](int channels) {
-    return Traits::kChannelsLast ? Traits::kInputPitch * Traits::kPixelPitch : channels * Traits::kInputPitch;
-  };
-  const int taps = ceil_div(p.kernel_height, p.by_row_phase.divisor);  // of one phase, at most
+  const int taps = std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor));  // of one phase, at most
   const int max_channels =
-      std::min(Traits::kChannelsLast ? Traits::kPixelChannels : INT_MAX, left / (weight_row + Traits::kInputPitch));
+      Traits::kChannelsLast ? Traits::kPixelChannels : left / (weight_row + Traits::kInputPitch);
   // All channels of several groups have to be staged at once.
   p.block_groups = std::min(p.groups, kRowsQuads / p.block_quads);
   while (p.block_groups > 1 && p.block_groups * p.in_channels > max_channels) --p.block_groups;
   p.channel_blocks = ceil_div(p.groups, p.block_groups) * p.quad_blocks;
   p.channel_chunk = std::min(p.block_groups * p.in_channels, max_channels);
   p.weight_slot = p.channel_chunk * weight_row;
-  p.input_slot = slot(p.channel_chunk);
-  const int64_t ring = p.row_reach + 2;
-  const bool fits = p.channel_chunk == p.block_groups * p.in_channels &&
-                    ring * p.input_slot + int64_t{p.kernel_height} * p.weight_slot <= left;
-  if (Traits::kResident && !fits) return 0;
-  p.ring = Traits::kResident ? static_cast<int>(ring) : std::clamp(left / (p.input_slot + p.weight_slot), 1, taps);
-  p.ring_step = p.row_dilation * p.input_slot, p.ring_size = p.ring * p.input_slot;
-  p.weight_step = p.by_row_phase.divisor * p.weight_slot;
-  p.by_ring = fast_divide(p.ring);
-  p.weight_slots = Traits::kResident ? p.kernel_height : p.ring;
-  return fixed + p.ring * p.input_slot + p.weight_slots * p.weight_slot;
-}
-
-// Data rows of a block: many share its set-up and input rows, few leave no multiprocessor idle at the end.
-#ifdef ROWS_TUNE
-int rows_block_rows = 0;
-#endif
-void set_units(const Problem& problem, int slots, RowsParams& p) {
-  const double planes = double(problem.batch) * p.channel_blocks * p.segments;
-  double best = 0;
-  for (int rows = 1; rows <= std::min(p.rows, kRowsMaxRows); ++rows) {
-    const double blocks = planes * ceil_div(p.rows, rows);
-    const double time = std::ceil(blocks / slots) * (rows + 0.5);
-    if (rows == 1 || time < best) best = time, p.block_rows = rows;
-  }
-#ifdef ROWS_TUNE
-  if (rows_block_rows > 0) p.block_rows = std::min({rows_block_rows, p.rows, kRowsMaxRows});
-#endif
-  p.units = ceil_div(p.rows, p.block_rows);
+  p.input_slot = Traits::kInputPitch * (Traits::kChannelsLast ? Traits::kPixelPitch : p.channel_chunk);
+  p.tap_chunk = std::clamp(left / (p.input_slot + p.weight_slot), 1, taps);
+  return Traits::kConstants + std::max(p.tap_chunk * (p.input_slot + p.weight_slot), Traits::kOutputs);
 }
 
 template <class Traits>
@@ -110,45 +77,37 @@ void set_vectors(const Problem& problem, RowsParams& p) {
   }
 }
 
-// Reads of all running teams come in bursts of some megabytes.
-void set_bursts(const Problem& problem, int slots, RowsParams& p) {
-  if (problem.in_elements() * 4 < 2 * kBurstBytes) return;
-  const double running = std::min(p.teams, slots);
-  const double row = 4.0 * p.block_groups * p.in_channels * p.in_width / p.by_row_phase.divisor;
-  p.burst_rows = static_cast<int>(std::clamp(kBurstBytes / (running * row), 1.0, double(kRowsMaxRows)));
-}
-
 template <class Traits>
 cudaError_t launch(const Problem& problem, RowsParams& p, int floats, cudaStream_t stream) {
-  int id = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, id);
-  // The same value every time: launches from several threads must not undo each other's.
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(rows_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  }
-  if (error != cudaSuccess) return error;
-  p.team_bytes = (4 * floats + 127) / 128 * 128;
   set_vectors<Traits>(problem, p);
-  set_units(problem, Traits::kTeams * sms, p);
   p.by_segment = fast_divide(p.segments);
-  p.by_unit = fast_divide(p.units);
+  p.by_row = fast_divide(p.rows);
   p.by_channel_block = fast_divide(p.channel_blocks);
   p.by_quad_block = fast_divide(p.quad_blocks);
-  const int64_t teams = problem.batch * p.channel_blocks * p.units * p.segments;
-  if (teams > INT32_MAX / 2) return cudaErrorNotSupported;
-  p.teams = static_cast<int>(teams);
-  set_bursts(problem, Traits::kTeams * sms, p);
-  const int blocks = ceil_div(p.teams, Traits::kTeams), bytes = Traits::kTeams * p.team_bytes;
-  rows_kernel<Traits><<<blocks, Traits::kThreads, bytes, stream>>>(p);
+  const int64_t blocks = problem.batch * p.channel_blocks * p.rows * p.segments;
+  if (blocks > INT32_MAX) return cudaErrorNotSupported;
+  p.input_bytes = problem.in_elements() * 4;
+  const int64_t bursts = p.input_bytes / kBurstBytes;
+  p.burst_blocks = bursts < 2 || blocks / bursts < 128 ? 0 : static_cast<int>(blocks / bursts);
+  p.burst_bytes = static_cast<int>(bursts == 0 ? 0 : p.input_bytes / bursts / 16 * 16);
+  p.by_burst = fast_divide(std::max(1, p.burst_blocks));
+  // The same value every time: launches from several threads must not undo each other's.
+  const cudaError_t error =
+      cudaFuncSetAttribute(rows_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  rows_kernel<Traits><<<static_cast<unsigned>(blocks), kRowsThreads, 4 * floats, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <int index, bool channels_last>
 cudaError_t launch(const Problem& problem, RowsParams& p, cudaStream_t stream) {
-  using Resident = RowsTraits<index, channels_last, true>;
+  using Whole = RowsTraits<index, channels_last, true>;
   using Chunked = RowsTraits<index, channels_last, false>;
-  if (const int floats = set_chunks<Resident>(p)) return launch<Resident>(problem, p, floats, stream);
+  const int floats = set_chunks<Whole>(p);
+  const int taps = std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor));
+  const bool whole = p.tap_chunk == taps && p.channel_chunk == p.block_groups * p.in_channels;
+  const bool tail = p.bases > p.segments * Whole::kColumns;
+  if (whole && !tail) return launch<Whole>(problem, p, floats, stream);
   return launch<Chunked>(problem, p, set_chunks<Chunked>(p), stream);
 }
 

@@ -2,31 +2,14 @@
 // stride and dilation of the last axis are compiled in, everything else is not.
 #pragma once
 
-#include "rows_feed.cuh"
+#include "rows_store.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// By the computing warps of a team: all weights, and the input rows of the first data row.
-template <class Traits>
-__device__ inline void stage_first_row(const RowsParams& p, const RowsBlock& b, RowsShared<Traits>& shared) {
-  const RowsColumns columns = RowsColumns::make<Traits>(p, b);
-  const uint64_t policy = evict_first_policy();
-  const int warp = threadIdx.x / 32 % kRowsWarps;
-  for (int t = 0; t < p.kernel_height; ++t) {
-    stage_weights<Traits>(p, b, t, 0, b.channels, shared.weights + t * p.weight_slot);
-  }
-  const int top = RowsTaps::make(p, b.row).top;
-  for (int row = max(0, top - p.row_reach); row <= min(top, p.in_height - 1); ++row) {
-    int slot = row;
-    p.by_ring(slot);
-    stage_input<Traits>(p, b, columns, row, 0, b.channels, shared.inputs(p) + slot * p.input_slot, warp, kRowsWarps,
-                        policy);
-  }
-}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// A computing warp.
 template <class Traits>
 class RowsKernel {
   static constexpr int kKernel = Traits::kKernel;
@@ -35,15 +18,18 @@ class RowsKernel {
   static constexpr int kEntries = Traits::kMaxEntry + 1;
 
   const RowsParams& p;
-  const RowsBlock& b;
-  RowsShared<Traits>& shared;
+  const RowsBlock b;
+  const RowsTaps taps;
+  const RowsColumns columns;
+  // Shared memory: constant outputs on their way; then what is staged, and later the outputs.
+  float* const constants;
+  float* const weights;
+  float* const inputs;
   const uint64_t stream_policy;
   const int lane, warp;
   int group, quad;  // of this thread, within the block
   int column;       // first of the thread's columns; the others follow kColumnStep apart
   bool active;      // the thread's channels exist
-  const float* inputs;   // where the thread's are in ring slot 0
-  const float* weights;  // where the thread's are in slot 0
   // Of a warp's row of outputs beyond kColumns, a thread makes one.
   int tail_group, tail_quad;
   bool tail_tap[Traits::kMaxTaps];  // of the thread's tail output, whether it exists
@@ -51,123 +37,231 @@ class RowsKernel {
   float acc[4][kChunks][kStride];
 
  public:
-  __device__ RowsKernel(const RowsParams& p, RowsShared<Traits>& shared)
+  __device__ RowsKernel(const RowsParams& p, float* shared)
       : p(p),
-        b(shared.block),
-        shared(shared),
+        b(RowsBlock::make<Traits>(p, blockIdx.x)),
+        taps(RowsTaps::make(p, b.row)),
+        columns(RowsColumns::make<Traits>(p, b)),
+        constants(shared),
+        weights(shared + Traits::kConstants),
+        inputs(weights + p.tap_chunk * p.weight_slot),
         stream_policy(evict_first_policy()),
         lane(threadIdx.x % 32),
-        warp(threadIdx.x / 32 % kRowsWarps) {
+        warp(threadIdx.x / 32) {
     RowsBlock::place(p, Traits::kChannelsLast ? lane % 4 : warp, group, quad);
     RowsBlock::place(p, warp, tail_group, tail_quad);
     column = Traits::kChannelsLast ? warp * kChunks * 8 + lane / 4 : lane;
     active = b.channel_exists(p, group, quad, 0);
-    if (Traits::kChannelsLast && !active) group = quad = 0;  // computes what it does not store
-    // Several groups are staged whole; one group may come in chunks, and is at 0.
-    const RowsColumns columns = RowsColumns::make<Traits>(p, b);
-    inputs = shared.inputs(p) + (column + b.base - columns.first) * Traits::kColumnPitch +
-             group * p.in_channels * Traits::kChannelStep;
-    weights = shared.weights + (group * p.in_channels * p.block_quads + quad) * Traits::kQuadPitch;
-    if (b.tail > 0) find_tail_taps();
   }
 
   __device__ void run() {
-#pragma unroll 1
-    for (int row = 0; row < b.rows; ++row) {
-      wait_at(&shared.fed[row & 1], row >> 1 & 1);
-      start_accumulators();
-      const RowsStep step = shared.steps[row];
-      if constexpr (Traits::kResident) {
-        if (Traits::kChannelsLast || active) accumulate_ring(step);
-        if (b.tail > 0) accumulate_ring_tail(step);
-      } else {
-        accumulate_chunks(step);
-      }
-      __syncwarp();
-      if (lane == 0) arrive_at(&shared.used[row & 1]);
-      const bool suspect = __any_sync(~0u, is_suspect());
-      if constexpr (Traits::kChannelsLast) {
-        store_pixels(row);
-      } else {
-        store_rows(row);
-      }
-      if (suspect) store_edges_by_definition(row);
+    int channels = min(p.channel_chunk, b.channels), count = min(p.tap_chunk, taps.count);
+    stage(0, count, 0, channels);
+    prefetch_inputs();
+    fill_constants();
+    fence_before_bulk();
+    wait_for_copies();
+    __syncthreads();
+    store_constant_rows();  // before the data: the memory has work while the block computes
+    start_accumulators();
+    if constexpr (Traits::kWhole) {
+      if (active) accumulate(taps.count, channels);
+    } else {
+      accumulate_chunks();
     }
+    __syncthreads();
+    const bool suspect = __any_sync(~0u, is_suspect());
+    if constexpr (Traits::kChannelsLast) {
+      store_pixels();
+    } else {
+      store_rows();
+    }
+    if (suspect) store_edges_by_definition();
     wait_for_bulk_reads();
   }
 
  private:
   __device__ int first_output() const { return b.base * kStride - p.padding; }  // of column 0, phase 0
+  __device__ float bias(int group, int quad, int c) const {
+    return p.bias != nullptr && b.channel_exists(p, group, quad, c) ? __ldg(p.bias + b.first_channel(p, group, quad) + c)
+                                                                    : 0.0f;
+  }
+
+  __device__ void stage(int tap, int count, int channel, int channels) const {
+    const RowsStager<Traits> rows(p, b);
+    const RowsWeightStager<Traits> filters(p, b);
+    int row = taps.input_row - tap * p.row_dilation, kernel_row = taps.first + tap * p.by_row_phase.divisor;
+    float *input = inputs, *weight = weights;
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+      if constexpr (Traits::kChannelsLast) {
+        const float* const source = p.input + b.batch * p.input_stride.batch + row * p.input_stride.axis[1] +
+                                    static_cast<int64_t>(b.group) * p.in_channels + channel;
+        stage_pixels<Traits>(p, columns, channels, source, input, stream_policy);
+      } else {
+        rows.stage(p, row, channel, channels, input, stream_policy);
+      }
+      filters.stage(p, kernel_row, channel, channels, weight);
+      row -= p.row_dilation, kernel_row += p.by_row_phase.divisor;
+      input += p.input_slot, weight += p.weight_slot;
+    }
+  }
+
+  // The first 64 blocks of a burst fetch what the next burst reads: blocks read the input in the order of memory.
+  __device__ void prefetch_inputs() const {
+    constexpr int kFetchers = 64;
+    if (p.burst_blocks == 0 || warp != kRowsWarps - 1) return;
+    int index = blockIdx.x;
+    const int burst = p.by_burst(index);
+    if (index >= kFetchers) return;
+    const uint64_t policy = evict_last_policy();
+    const int share = (p.burst_bytes / (kFetchers * 32) + 16) & -16;
+    const int64_t first = -reinterpret_cast<int64_t>(p.input) & 15;
+    for (int next = burst == 0 ? 0 : burst + 1; next <= burst + 1; ++next) {
+      const int64_t at = first + static_cast<int64_t>(next) * p.burst_bytes + (index * 32 + lane) * share;
+      const int64_t bytes = min(static_cast<int64_t>(share), p.input_bytes - at) & -16;
+      if (bytes > 0) prefetch_bulk(reinterpret_cast<const char*>(p.input) + at, static_cast<int>(bytes), policy);
+    }
+  }
+
+  // Zeros, or the pattern of a pixel.
+  __device__ void fill_constants() const {
+    if (p.row_step == 1 || p.constant_pitch == 0) return;
+    if (p.bias == nullptr) {
+      for (int i = threadIdx.x; i < Traits::kConstants / 4; i += kRowsThreads) {
+        reinterpret_cast<float4*>(constants)[i] = float4{0, 0, 0, 0};
+      }
+    } else {
+      for (int i = threadIdx.x; i < p.constant_pitch; i += kRowsThreads) {
+        constants[i] = p.bias[i % static_cast<int>(p.output_stride.axis[2])];
+      }
+    }
+  }
+
+  // The constants around the data row. In contiguous tensors, lane l cares for channel l % 4.
+  __device__ void store_constant_rows() const {
+    if (p.row_step == 1) return;
+    const bool first = b.row == 0, last = b.row == p.rows - 1;
+    if constexpr (Traits::kChannelsLast) {
+      float* const output = b.row_of(p, 0, taps.output_row);
+      if (first && p.leading > 0) store_constant_pixels(output - p.leading * p.output_stride.axis[2], p.leading);
+      store_constant_pixels(output + p.output_stride.axis[1], last ? p.trailing : p.gap);
+    } else if (active) {
+      float* const output = b.row_of(p, b.first_channel(p, group, quad) + lane % 4, taps.output_row);
+      if (first && p.leading > 0) {
+        store_constants(output - p.leading, p.leading - min(p.leading_lines, offset_in(output, kLine)));
+      }
+      float* const end = output + p.out_width;
+      const int after = last ? p.trailing : p.gap;
+      const int own = min(last ? p.trailing_lines : p.gap_lines, missing_in(end, kLine));
+      const int next = last || p.gap_lines == 0 ? 0 : offset_in(end + after, kLine);
+      store_constants(end + own, after - own - next);
+    }
+    commit_bulk();
+  }
+
+  __device__ void store_constants(float* output, int count) const {
+    const int channels = min(4, p.out_channels - 4 * (b.quad + quad));
+    const RowsConstants share(p, b, output, count);
+    if (p.constant_pitch > 0) {
+      if (lane % 4 < channels) share.store(constants, p.constant_pitch, lane / 4, stream_policy);
+      return;
+    }
+    const float constant = bias(group, quad, lane % 4);
+#pragma unroll 1
+    for (int c = 0; c < channels; ++c) {
+      const float value = __shfl_sync(~0u, constant, c);
+      const int end = __shfl_sync(~0u, share.count, c);
+      float* const to = reinterpret_cast<float*>(__shfl_sync(~0u, reinterpret_cast<int64_t>(share.output), c));
+      if (end <= 0) continue;
+      store_run<32>(
+          to, end, lane,
+          [&](int low, int high) {
+            for (int at = low + 4 * lane; at < high; at += 128) {
+              __stcs(reinterpret_cast<float4*>(to + at), float4{value, value, value, value});
+            }
+          },
+          [&](int at) { to[at] = value; });
+    }
+  }
+
+  // Channels_last: constant rows are whole pixels, shared by the blocks of a data row.
+  __device__ void store_constant_pixels(float* output, int pixels) const {
+    if (pixels == 0) return;
+    const int64_t channels = p.output_stride.axis[2];
+    const int blocks = p.segments * p.channel_blocks, block = b.segment * p.channel_blocks + b.channel_block;
+    const int share = (pixels + blocks - 1) / blocks;
+    const int64_t begin = min(int64_t{pixels}, int64_t{share} * block);
+    const int64_t count = (min(int64_t{pixels}, begin + share) - begin) * channels;
+    output += begin * channels;
+    if (p.constant_pitch == 0) {
+      for (int64_t i = threadIdx.x; i < count; i += kRowsThreads) output[i] = p.bias == nullptr ? 0.0f : p.bias[i % channels];
+      return;
+    }
+    for (int64_t i = static_cast<int64_t>(threadIdx.x) * p.constant_pitch; i < count;
+         i += kRowsThreads * p.constant_pitch) {
+      const int64_t size = min(count - i, static_cast<int64_t>(p.constant_pitch));
+      bulk_store(output + i, constants, static_cast<int>(size), stream_policy);
+    }
+  }
 
   __device__ void start_accumulators() {
-    const float4 start = reinterpret_cast<const float4*>(shared.bias)[Traits::kChannelsLast ? lane % 4 : warp];
+    float start[4] = {0, 0, 0, 0};
+    if (p.bias != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i)
+      for (int c = 0; c < 4; ++c) start[c] = bias(group, quad, c);
+    }
 #pragma unroll
-      for (int r = 0; r < kStride; ++r) {
-        acc[0][i][r] = start.x, acc[1][i][r] = start.y, acc[2][i][r] = start.z, acc[3][i][r] = start.w;
-      }
-    tail_acc = shared.bias[4 * warp + lane % 4];
+    for (int c = 0; c < 4; ++c)
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+        for (int r = 0; r < kStride; ++r) {
+          acc[c][i][r] = start[c];
+          // In a register from here on: the compiler would copy the start again on every way to the loop.
+          asm volatile("" : "+f"(acc[c][i][r]));
+        }
   }
 
-  // Taps from the ring: the j-th reads the input row row_dilation * j before the first one's.
-  __device__ void accumulate_ring(const RowsStep& step) {
-    const int count = p.block_groups == 1 ? b.channels : p.in_channels;  // of a group
-    const float* x = inputs + step.input;
-    const float* w = weights + step.weight;
-    int wrap = step.input;
+  // Adds the products of what is staged. Rows are (tap, channel), those of the thread's group: one run of rows where the
+  // block has one group, and inputs are contiguous.
+  __device__ __forceinline__ void accumulate(int count, int channels) {
+    const bool flat = Traits::kWhole && !Traits::kChannelsLast && p.block_groups == 1;
+    const int own = p.block_groups == 1 ? channels : p.in_channels;
+    const int outer = flat ? 1 : count, inner = flat ? count * channels : own;
+    const int step = p.block_quads * Traits::kQuadPitch;
+    const float* x = inputs + (column + b.base - columns.first) * Traits::kColumnPitch +
+                     group * p.in_channels * Traits::kChannelStep;
+    const float* w = weights + (group * p.in_channels * p.block_quads + quad) * Traits::kQuadPitch;
+    const int x_skip = p.input_slot - inner * Traits::kChannelStep, w_skip = p.weight_slot - inner * step;
 #pragma unroll 1
-    for (int j = 0; j < step.taps; ++j) {
-      accumulate(x, w, count);
-      wrap -= p.ring_step;
-      x -= p.ring_step;
-      if (wrap < 0) wrap += p.ring_size, x += p.ring_size;
-      w += p.weight_step;
-    }
-  }
-  __device__ void accumulate_ring_tail(const RowsStep& step) {
-    int input = step.input, weight = step.weight;
-    for (int j = 0; j < step.taps; ++j) {
-      accumulate_tail(input, weight, p.block_groups == 1 ? b.channels : p.in_channels);
-      input -= p.ring_step;
-      if (input < 0) input += p.ring_size;
-      weight += p.weight_step;
+    for (int j = 0; j < outer; ++j, x += x_skip, w += w_skip) {
+#pragma unroll 2
+      for (int c = 0; c < inner; ++c, x += Traits::kChannelStep, w += step) multiply_row(x, w);
     }
   }
 
-  __device__ void accumulate_chunks(const RowsStep& step) {
-    const RowsColumns columns = RowsColumns::make<Traits>(p, b);
+  // The first chunk is staged.
+  __device__ void accumulate_chunks() {
+    if (b.tail > 0) find_tail_taps();
+    bool staged = true;
+#pragma unroll 1
     for (int channel = 0; channel < b.channels; channel += p.channel_chunk) {
       const int channels = min(p.channel_chunk, b.channels - channel);
-      for (int tap = 0; tap < step.taps; tap += p.ring) {
-        const int count = min(p.ring, step.taps - tap);
-        for (int j = 0; j < count; ++j) {
-          const int row = step.input_row - (tap + j) * p.row_dilation;
-          const int kernel_row = step.first + (tap + j) * p.by_row_phase.divisor;
-          stage_input<Traits>(p, b, columns, row, channel, channels, shared.inputs(p) + j * p.input_slot, warp,
-                              kRowsWarps, stream_policy);
-          stage_weights<Traits>(p, b, kernel_row, channel, channels, shared.weights + j * p.weight_slot);
+#pragma unroll 1
+      for (int tap = 0; tap < taps.count; tap += p.tap_chunk) {
+        const int count = min(p.tap_chunk, taps.count - tap);
+        if (!staged) {
+          __syncthreads();
+          stage(tap, count, channel, channels);
+          wait_for_copies();
+          __syncthreads();
         }
-        wait_for_copies();
-        sync_computing_warps();
-        for (int j = 0; j < count; ++j) {
-          const int own = p.block_groups == 1 ? channels : p.in_channels;
-          if (Traits::kChannelsLast || active) accumulate(inputs + j * p.input_slot, weights + j * p.weight_slot, own);
-          if (b.tail > 0) accumulate_tail(j * p.input_slot, j * p.weight_slot, own);
-        }
-        sync_computing_warps();
+        staged = false;
+        if (active) accumulate(count, channels);
+        if (b.tail > 0) accumulate_tail(count, p.block_groups == 1 ? channels : p.in_channels);
       }
     }
-  }
-  __device__ static void sync_computing_warps() {
-    sync_named(1 + Traits::kTeams + threadIdx.x / kRowsTeamThreads, kRowsTeamThreads);
-  }
-
-  // Adds the products of one tap of the height.
-  __device__ __forceinline__ void accumulate(const float* x, const float* w, int channels) {
-    const int step = p.block_quads * Traits::kQuadPitch;
-#pragma unroll 2
-    for (int c = 0; c < channels; ++c, x += Traits::kChannelStep, w += step) multiply_row(x, w);
   }
 
   __device__ __forceinline__ void multiply_row(const float* x, const float* w) {
@@ -207,6 +301,7 @@ class RowsKernel {
   __device__ static int tail_entry(int t) { return t * Traits::kDilation / kStride; }
 
   __device__ void find_tail_taps() {
+    tail_acc = bias(tail_group, tail_quad, lane % 4);
     const int t = tail_first_tap(), q = b.base + Traits::kColumns + tail_output() / kStride;
 #pragma unroll
     for (int i = 0; i < Traits::kMaxTaps; ++i) {
@@ -218,20 +313,22 @@ class RowsKernel {
     return tail_output() / kStride < b.tail && b.channel_exists(p, tail_group, tail_quad, lane % 4);
   }
 
-  __device__ void accumulate_tail(int input, int weight, int channels) {
-    const RowsColumns columns = RowsColumns::make<Traits>(p, b);
+  __device__ void accumulate_tail(int count, int channels) {
     const int first = tail_first_tap(), step = p.block_quads * Traits::kQuadPitch;
     const int at = Traits::kColumns + tail_output() / kStride + b.base - columns.first - tail_entry(first);
-    const float* x = shared.inputs(p) + input + tail_group * p.in_channels * Traits::kChannelStep +
-                     at * Traits::kColumnPitch;
-    const float* w = shared.weights + weight + tail_group * p.in_channels * step + tail_quad * Traits::kQuadPitch +
-                     4 * first + lane % 4;
+    const int row = tail_group * p.in_channels;
+    const float* x = inputs + row * Traits::kChannelStep + at * Traits::kColumnPitch;
+    const float* w = weights + row * step + tail_quad * Traits::kQuadPitch + 4 * first + lane % 4;
 #pragma unroll 1
-    for (int c = 0; c < channels; ++c, x += Traits::kChannelStep, w += step) {
+    for (int j = 0; j < count; ++j, x += p.input_slot, w += p.weight_slot) {
+#pragma unroll 1
+      for (int c = 0; c < channels; ++c) {
 #pragma unroll
-      for (int i = 0; i < Traits::kMaxTaps; ++i) {
-        if (!tail_tap[i]) continue;
-        tail_acc = fmaf(w[4 * Traits::kTapStep * i], x[-Traits::kEntryStep * Traits::kColumnPitch * i], tail_acc);
+        for (int i = 0; i < Traits::kMaxTaps; ++i) {
+          if (!tail_tap[i]) continue;
+          tail_acc = fmaf(w[c * step + 4 * Traits::kTapStep * i],
+                          x[c * Traits::kChannelStep - Traits::kEntryStep * Traits::kColumnPitch * i], tail_acc);
+        }
       }
     }
   }
@@ -264,7 +361,7 @@ class RowsKernel {
   }
 
   // Channel of a group, output of the row.
-  __device__ float by_definition(const RowsTaps& taps, int group, int channel, int output) const {
+  __device__ float by_definition(int group, int channel, int output) const {
     const int64_t input_channel = static_cast<int64_t>(b.group + group) * p.in_channels;
     float sum = p.bias == nullptr ? 0 : p.bias[static_cast<int64_t>(b.group + group) * p.out_channels + channel];
 #pragma unroll 1
@@ -288,10 +385,9 @@ class RowsKernel {
   }
 
   // Over what the warp has stored.
-  __device__ void store_edges_by_definition(int row) const {
+  __device__ void store_edges_by_definition() const {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
-    const RowsTaps taps = RowsTaps::make(p, b.row + row);
     const int first = Traits::kChannelsLast ? warp * kChunks * 8 : 0;  // columns
     const int end = min(b.columns, Traits::kChannelsLast ? first + kChunks * 8 : Traits::kColumns);
     for (int c = 0; c < 4; ++c) {
@@ -303,55 +399,52 @@ class RowsKernel {
       for (int at = max(0, first_output() + first * kStride) + (Traits::kChannelsLast ? lane / 4 : lane); at < last;
            at += Traits::kChannelsLast ? 8 : 32) {
         if (!reads_outside((at - first_output()) / kStride)) continue;
-        output[at * p.output_stride.axis[2]] = by_definition(taps, group, 4 * (b.quad + quad) + c, at);
+        output[at * p.output_stride.axis[2]] = by_definition(group, 4 * (b.quad + quad) + c, at);
       }
     }
   }
 
-  // A warp a quad: its rows go through shared memory, each in one bulk store. Lane c of the first four stores channel c.
-  __device__ void store_rows(int data_row) {
+  // A warp a quad: its rows go through shared memory, each in one bulk store. Lane l cares for channel l % 4.
+  __device__ void store_rows() {
     if (!active) return;
-    const RowsRun run = shared.runs[data_row & 3][4 * warp + lane % 4];
-    const int from = offset_in(run.to, kVector), around = from << 16 | run.before << 8 | run.after;
+    float* const output = b.row_of(p, b.first_channel(p, group, quad) + lane % 4, taps.output_row);
+    RowsRun run = RowsRun::make<kStride>(p, b, b.row == 0, b.row == p.rows - 1, output);
+    if (!b.channel_exists(p, group, quad, lane % 4)) run.stored = run.low = run.high = run.before = run.after = 0;
+    const int from = offset_in(run.to, kLine);
     const bool ends = __any_sync(~0u, run.low > 0 || run.high < run.stored);
-    float* const buffers = shared.outputs(p, warp);
+    float* const rows = weights + 4 * warp * Traits::kOutputPitch + Traits::kOutputSlack;
+    float* const own = rows + lane % 4 * Traits::kOutputPitch + from;
+    const float constant = bias(group, quad, lane % 4);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      constexpr int kBuffers = Traits::kOutputBuffers;
-      float* const row = buffers + c % kBuffers * Traits::kOutputPitch;
-      if (lane == (kBuffers == 4 ? c : c ^ 2)) wait_for_bulk_reads();  // it stored from this buffer
-      float* const data = row + __shfl_sync(~0u, run.data, c) + lane * kStride;
+      float* const data = rows + c * Traits::kOutputPitch + __shfl_sync(~0u, run.data, c) + lane * kStride;
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
 #pragma unroll
         for (int r = 0; r < kStride; ++r) data[i * Traits::kColumnStep * kStride + r] = acc[c][i][r];
-      if (b.tail > 0 && lane % 4 == c && tail_output() / kStride < b.tail) {
-        row[run.data + Traits::kColumns * kStride + tail_output()] = tail_acc;
-      }
-      const int of_c = __shfl_sync(~0u, around, c), end = __shfl_sync(~0u, from + run.stored, c);
-      __syncwarp();
-      if (of_c & 0xffff) {
-        const float constant = shared.bias[4 * warp + c];
-        if (lane < (of_c >> 8 & 255)) row[(of_c >> 16) + lane] = constant;
-        if (lane < (of_c & 255)) row[end - 1 - lane] = constant;
-      }
-      fence_before_bulk();
-      __syncwarp();
-      if (lane == c && run.low < run.high) {
-        bulk_store(run.to + run.low, row + from + run.low, run.high - run.low, stream_policy);
-        commit_bulk();
-      }
-      if (ends && lane % 4 == c) {
-        for (int i = lane / 4; i < run.low; i += 8) run.to[i] = row[from + i];
-        for (int i = run.high + lane / 4; i < run.stored; i += 8) run.to[i] = row[from + i];
-      }
+    }
+    if (!Traits::kWhole && tail_output() / kStride < b.tail) {
+      own[run.data - from + Traits::kColumns * kStride + tail_output()] = tail_acc;
+    }
+    __syncwarp();
+    for (int i = lane / 4; i < run.before; i += 8) own[i] = constant;
+    for (int i = lane / 4; i < run.after; i += 8) own[run.stored - 1 - i] = constant;
+    fence_before_bulk();
+    __syncwarp();
+    if (lane < 4 && run.low < run.high) {
+      bulk_store(run.to + run.low, own + run.low, run.high - run.low, stream_policy);
+    }
+    commit_bulk();
+    if (ends) {
+      for (int i = lane / 4; i < run.low; i += 8) run.to[i] = own[i];
+      for (int i = run.high + lane / 4; i < run.stored; i += 8) run.to[i] = own[i];
     }
   }
 
   // Channels_last: four lanes store 16 neighbouring channels of a pixel.
-  __device__ void store_pixels(int row) {
+  __device__ void store_pixels() {
     const int64_t pixel = p.output_stride.axis[2];
-    const int output_row = p.first_row + (b.row + row) * p.row_step;
+    const int output_row = taps.output_row;
     if (active) {
       const int channels = min(4, p.out_channels - 4 * (b.quad + quad));
       float* const output = b.row_of(p, b.first_channel(p, group, quad), output_row);
@@ -376,7 +469,7 @@ class RowsKernel {
       }
     }
     const int at = first_output() + Traits::kColumns * kStride + tail_output();
-    if (b.tail > 0 && tail_exists() && at < p.out_width) {
+    if (!Traits::kWhole && tail_exists() && at < p.out_width) {
       b.row_of(p, b.first_channel(p, tail_group, tail_quad) + lane % 4, output_row)[at * pixel] = tail_acc;
     }
   }
@@ -385,30 +478,10 @@ class RowsKernel {
 #endif
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) rows_kernel(const __grid_constant__ RowsParams p) {
+__global__ void __launch_bounds__(kRowsThreads, 3) rows_kernel(const __grid_constant__ RowsParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) unsigned char dynamic_shared[];
-  if (threadIdx.x >= Traits::kTeams * kRowsTeamThreads) {
-    set_fewer_registers<Traits::kFeedRegisters>();
-    const int in_block = threadIdx.x / 32 % kRowsWarps, team = blockIdx.x * Traits::kTeams + in_block;
-    if (in_block >= Traits::kTeams || team >= p.teams) return;
-    auto& shared = *reinterpret_cast<RowsShared<Traits>*>(dynamic_shared + in_block * p.team_bytes);
-    if (threadIdx.x % 32 == 0) shared.block = RowsBlock::make<Traits>(p, team);
-    __syncwarp();
-    RowsFeeder<Traits> feeder(p, shared);
-    feeder.prepare();
-    sync_named(1 + in_block, kRowsTeamThreads + 32);
-    feeder.run();
-  } else {
-    set_more_registers<Traits::kComputeRegisters>();
-    const int in_block = threadIdx.x / kRowsTeamThreads, team = blockIdx.x * Traits::kTeams + in_block;
-    if (team >= p.teams) return;
-    auto& shared = *reinterpret_cast<RowsShared<Traits>*>(dynamic_shared + in_block * p.team_bytes);
-    if constexpr (Traits::kResident) stage_first_row<Traits>(p, RowsBlock::make<Traits>(p, team), shared);
-    wait_for_copies();
-    sync_named(1 + in_block, kRowsTeamThreads + 32);
-    RowsKernel<Traits>(p, shared).run();
-  }
+  extern __shared__ __align__(128) float dynamic_shared[];
+  RowsKernel<Traits>(p, dynamic_shared).run();
 #endif
 }
 

@@ -8,10 +8,11 @@ namespace fastconvt::cuda {
 
 constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
-template <int index, bool kChannelsLast_, bool kResident_>
+template <int index, bool kChannelsLast_, bool kWhole_>
 struct RowsTraits {
   static constexpr bool kChannelsLast = kChannelsLast_;
-  static constexpr bool kResident = kResident_;  // see RowsParams
+  // Taps and channels are staged at once, nothing is beyond the columns: the common case, in less code.
+  static constexpr bool kWhole = kWhole_;
   static constexpr int kKernel = kRowShapes[index].kernel;
   static constexpr int kStride = kRowShapes[index].stride;
   static constexpr int kDilation = kRowShapes[index].dilation;
@@ -42,26 +43,19 @@ struct RowsTraits {
   // Staged weights of a (tap, input channel, quad): kernel x 4 channels. Quads stand in different banks.
   static constexpr int kQuadPitch = 4 * kKernel + (kKernel % 4 == 0 ? 4 : 0);
 
-  // Staged outputs of a channel: up to kStride - 1 before the first output, up to 31 constants, the outputs, and
-  // constants up to the end of a 128-byte line. A warp has kOutputBuffers of them in turn.
-  static constexpr int kOutputSlack = 4;
-  static constexpr int kOutputPitch = kOutputSlack + round_up(31 + kStride * (kColumns + kTail), 32);
-  static constexpr int kOutputBuffers = 2;
-  static constexpr int kOutputs = kChannelsLast ? 0 : kRowsWarps * kOutputBuffers * kOutputPitch;
-  static_assert(kStride <= kOutputSlack && (kOutputBuffers == 2 || kOutputBuffers == 4));
+  // Staged outputs of a channel, as they stand in the lines of the memory: up to kStride - 1 before the first output, up
+  // to 31 constants, the outputs, and constants up to the end of a line.
+  static constexpr int kOutputSlack = 32;
+  static constexpr int kOutputPitch = kOutputSlack + round_up(31 + kStride * (kColumns + (kWhole ? 0 : kTail)), 32);
+  static constexpr int kOutputs = kChannelsLast ? 0 : 4 * kRowsQuads * kOutputPitch;
+  static_assert(kStride <= kOutputSlack);
 
   static constexpr int kConstants = kStride * kColumns;  // floats from which constant outputs are stored
-
-  // Threads and registers of a block: the feeding warps leave some of theirs to the others.
-  static constexpr int kTeams = 3;
-  static constexpr int kThreads = (kTeams + 1) * kRowsTeamThreads;
-  static constexpr int kComputeRegisters = 152, kFeedRegisters = 56;
 };
 
 // One data row: the taps of the height that are in range.
 struct RowsTaps {
   int output_row;
-  int top;        // the last input row that a tap of its phase could read: no later row reads row_reach before it
   int first, count;  // first + j * step
   int input_row;  // that the first of them reads; the j-th reads j * row_dilation before
 
@@ -70,11 +64,11 @@ struct RowsTaps {
     RowsTaps r;
     r.output_row = p.first_row + row * p.row_step;
     int phase = p.row_phase + row;
-    r.top = p.by_row_phase(phase);
+    const int q = p.by_row_phase(phase);
     int t = phase * p.row_inverse;
     p.by_row_phase(t);
     int reach = t * p.row_dilation - phase;  // a multiple of the step
-    const int h = r.top - p.by_row_phase(reach);
+    const int h = q - p.by_row_phase(reach);
     int last = p.kernel_height - 1 - t;
     const int taps = last < 0 || p.tapless ? 0 : p.by_row_phase(last) + 1;
     int above = h - p.in_height + p.row_dilation;  // taps that read below the input come first
@@ -88,35 +82,11 @@ struct RowsTaps {
   }
 };
 
-// A data row of the block as its loop needs it, made once, a thread a row. Offsets are in floats.
-struct alignas(16) RowsStep {
-  int input, weight, taps;  // of the first tap: its ring slot, its weights
-  int next_slot;            // where to stage input row next_row for the rows that follow; -1: nothing to stage
-  int next_row;
-  int first, input_row;  // as in RowsTaps
-  int unused;
-
-  __device__ static RowsStep make(const RowsParams& p, int row, bool last) {
-    const RowsTaps taps = RowsTaps::make(p, row);
-    RowsStep s{};
-    int slot = max(taps.input_row, 0);
-    p.by_ring(slot);
-    s.input = slot * p.input_slot, s.weight = taps.first * p.weight_slot, s.taps = taps.count;
-    s.first = taps.first, s.input_row = taps.input_row;
-    s.next_row = RowsTaps::make(p, row + 1).top;
-    slot = s.next_row;
-    p.by_ring(slot);
-    const bool stages = !last && s.next_row > taps.top && s.next_row < p.in_height;
-    s.next_slot = stages ? slot * p.input_slot : -1;
-    return s;
-  }
-};
-
 // What all threads of a block agree on.
 struct RowsBlock {
   int batch, group, quad;  // first group of the block, first quad of that group
   int segment, channel_block;
-  int row, rows;            // data rows
+  int row;                  // data row
   int channels;             // of all groups of the block
   int base, columns, tail;  // base of column 0, bases, bases beyond kColumns
 
@@ -129,14 +99,12 @@ struct RowsBlock {
       const int next = p.by_channel_block(rest);
       b.channel_block = rest;
       b.row = next;
-      b.batch = p.by_unit(b.row);
+      b.batch = p.by_row(b.row);
     } else {
-      b.channel_block = p.by_unit(rest);
+      b.channel_block = p.by_row(rest);
       b.row = rest;
       b.batch = p.by_channel_block(b.channel_block);
     }
-    b.row *= p.block_rows;
-    b.rows = min(p.block_rows, p.rows - b.row);
     b.quad = b.channel_block;
     b.group = p.by_quad_block(b.quad) * p.block_groups;
     b.quad *= p.block_quads;
@@ -190,44 +158,55 @@ struct RowsColumns {
   }
 };
 
-// One input row of `channels` channels, by warps `warp`, warp + warps, ...; `input` is that of the first channel.
+// How a thread stages rows of contiguous inputs: a warp a channel, and the next one kRowsWarps further.
 template <class Traits>
-__device__ inline void stage_row(const RowsParams& p, const RowsColumns& columns, int channels, const float* input,
-                                 float* slot, int warp, int warps, uint64_t policy) {
-  const int lane = threadIdx.x % 32;
-  const int begin = columns.low + (p.vector_input ? 4 * lane : lane), left = columns.high - begin;
-  // Fewer than 32 columns do not exist: a lane clears one.
-  const int before = columns.low - columns.first;
-  const bool clears = lane < before + columns.end - columns.high;
-  const int cleared = lane < before ? lane : columns.high - columns.first + lane - before;
-  const float* from = input + warp * p.input_stride.channel + begin;
-  float* to = slot + warp * Traits::kInputPitch;
-#pragma unroll 1
-  for (int c = warp; c < channels; c += warps) {
-    float* const target = to + begin - columns.first;
-    if (p.vector_input) {
-#pragma unroll
-      for (int i = 0; i < Traits::kInputPitch; i += 128) {
-        if (i < left) copy_16_async(target + i, from + i, policy);
-      }
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < left; i += 32) copy_4_async(target + i, from + i);
-    }
-    if (clears) to[cleared] = 0;
-    from += warps * p.input_stride.channel;
-    to += warps * Traits::kInputPitch;
+struct RowsStager {
+  const float* source;  // of channel `warp` of the block and input row 0, at the thread's first column
+  int64_t step;         // to the next channel of the warp
+  int target, columns;  // place of that column in a channel's row, columns from there on that exist
+  int cleared;          // place that the thread clears: fewer than 32 columns do not exist
+  bool clears;
+
+  __device__ RowsStager(const RowsParams& p, const RowsBlock& b) {
+    const RowsColumns c = RowsColumns::make<Traits>(p, b);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int begin = c.low + (p.vector_input ? 4 * lane : lane), before = c.low - c.first;
+    source = p.input + b.batch * p.input_stride.batch +
+             (static_cast<int64_t>(b.group) * p.in_channels + warp) * p.input_stride.channel + begin;
+    step = kRowsWarps * p.input_stride.channel;
+    target = warp * Traits::kInputPitch + begin - c.first;
+    columns = c.high - begin;
+    cleared = warp * Traits::kInputPitch + (lane < before ? lane : c.high - c.first + lane - before);
+    clears = lane < before + c.end - c.high;
   }
-}
+
+  __device__ void stage(const RowsParams& p, int row, int channel, int channels, float* slot, uint64_t policy) const {
+    const float* from = source + row * p.input_stride.axis[1] + channel * p.input_stride.channel;
+    const int left = channels - static_cast<int>(threadIdx.x / 32);
+#pragma unroll 1
+    for (int c = 0; c < left; c += kRowsWarps, from += step, slot += kRowsWarps * Traits::kInputPitch) {
+      if (p.vector_input) {
+#pragma unroll
+        for (int i = 0; i < Traits::kInputPitch; i += 128) {
+          if (i < columns) copy_16_async(slot + target + i, from + i, policy);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < columns; i += 32) copy_4_async(slot + target + i, from + i);
+      }
+      if (clears) slot[cleared] = 0;
+    }
+  }
+};
 
 // Channels_last: the channels of a pixel stay neighbours.
 template <class Traits>
 __device__ inline void stage_pixels(const RowsParams& p, const RowsColumns& columns, int channels, const float* input,
-                                    float* slot, int warp, int warps, uint64_t policy) {
+                                    float* slot, uint64_t policy) {
   const bool vector = p.vector_input && channels % 4 == 0;
   const int lanes = vector ? channels / 4 : 8;  // of a pixel: 1 or 2 with vectors
   const int shift = vector ? lanes - 1 : 3;
-  const int thread = 32 * warp + threadIdx.x % 32, step = 32 * warps >> shift;
+  const int thread = threadIdx.x, step = kRowsThreads >> shift;
   const int c = (thread & (lanes - 1)) * (vector ? 4 : 1);
   if (c >= channels) return;
   int i = columns.first + (thread >> shift);
@@ -248,45 +227,44 @@ __device__ inline void stage_pixels(const RowsParams& p, const RowsColumns& colu
   }
 }
 
-// Input row `row`, channels `channel` on of the block, by some warps of it.
+// Stages weights, transposed to [channel][quad][tap of the last axis][4 channels]. A thread keeps to one output channel.
 template <class Traits>
-__device__ inline void stage_input(const RowsParams& p, const RowsBlock& b, const RowsColumns& columns, int row,
-                                   int channel, int channels, float* slot, int warp, int warps, uint64_t policy) {
-  const float* const input =
-      p.input + b.batch * p.input_stride.batch + row * p.input_stride.axis[1] +
-      (static_cast<int64_t>(b.group) * p.in_channels + channel) * p.input_stride.channel;
-  if constexpr (Traits::kChannelsLast) {
-    stage_pixels<Traits>(p, columns, channels, input, slot, warp, warps, policy);
-  } else {
-    stage_row<Traits>(p, columns, channels, input, slot, warp, warps, policy);
-  }
-}
+struct RowsWeightStager {
+  static constexpr int kStep = kRowsThreads / 16;  // channels
 
-// Weights of one tap of the height and `channels` input channels, the block's `channel` on, transposed to
-// [channel][quad][tap of the last axis][4 channels]. A thread keeps to one output channel.
-template <class Traits>
-__device__ inline void stage_weights(const RowsParams& p, const RowsBlock& b, int tap, int channel, int channels,
-                                     float* slot) {
-  const int thread = threadIdx.x % kRowsTeamThreads, place = thread % 16, quad = place / 4;
-  if (quad >= p.block_quads) return;
-  const int output_channel = 4 * b.quad + place, first = thread / 16;
-  const float* from =
-      p.weight + (static_cast<int64_t>(b.group) * p.in_channels + channel + first) * p.weight_channel +
-      static_cast<int64_t>(output_channel) * p.weight_filter + tap * Traits::kKernel;
-  float* to = slot + (first * p.block_quads + quad) * Traits::kQuadPitch + place % 4;
-#pragma unroll 1
-  for (int c = first; c < channels; c += kRowsTeamThreads / 16) {
-    if (output_channel < p.out_channels) {
-#pragma unroll
-      for (int k = 0; k < Traits::kKernel; ++k) copy_4_async(to + 4 * k, from + k);
-    } else {
-#pragma unroll
-      for (int k = 0; k < Traits::kKernel; ++k) to[4 * k] = 0;
-    }
-    from += kRowsTeamThreads / 16 * p.weight_channel;
-    to += kRowsTeamThreads / 16 * p.block_quads * Traits::kQuadPitch;
+  const float* source;  // of the thread's first input channel
+  int target, first;    // its place in a slot, the channel
+  bool stages, exists;
+
+  __device__ RowsWeightStager(const RowsParams& p, const RowsBlock& b) {
+    const int place = threadIdx.x % 16, quad = place / 4, output_channel = 4 * b.quad + place;
+    first = threadIdx.x / 16;
+    stages = quad < p.block_quads;
+    exists = output_channel < p.out_channels;
+    source = p.weight + (static_cast<int64_t>(b.group) * p.in_channels + first) * p.weight_channel +
+             static_cast<int64_t>(output_channel) * p.weight_filter;
+    target = (first * p.block_quads + quad) * Traits::kQuadPitch + place % 4;
   }
-}
+
+  // Tap `tap` of the height, `channels` input channels, the block's `channel` on.
+  __device__ void stage(const RowsParams& p, int tap, int channel, int channels, float* slot) const {
+    if (!stages) return;
+    const float* from = source + channel * p.weight_channel + tap * Traits::kKernel;
+    float* to = slot + target;
+#pragma unroll 1
+    for (int c = first; c < channels; c += kStep) {
+      if (exists) {
+#pragma unroll
+        for (int k = 0; k < Traits::kKernel; ++k) copy_4_async(to + 4 * k, from + k);
+      } else {
+#pragma unroll
+        for (int k = 0; k < Traits::kKernel; ++k) to[4 * k] = 0;
+      }
+      from += kStep * p.weight_channel;
+      to += kStep * p.block_quads * Traits::kQuadPitch;
+    }
+  }
+};
 
 #endif
 

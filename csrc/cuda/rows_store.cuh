@@ -16,12 +16,12 @@ __device__ inline int offset_in(const float* pointer, int floats) {
 // How far before the end of the one that it is in, 0 at a start.
 __device__ inline int missing_in(const float* pointer, int floats) { return -offset_in(pointer, floats) & (floats - 1); }
 
-// What a team stores of one row of a channel: constants, outputs, constants, all from a staged row that starts where
-// the memory has a multiple of 16 bytes.
-struct alignas(16) RowsRun {
+// What a warp stores of one row of a channel: constants, outputs, constants, all from a staged row that is aligned as
+// the memory is.
+struct RowsRun {
   float* to;          // where the first of `stored` goes
   int low, high;      // of them, those that a bulk store can take
-  int stored;         // from offset_in(to, kVector) on in the staged row
+  int stored;         // from offset_in(to, kLine) on in the staged row
   int data;           // where column 0, phase 0 would stand in the staged row
   int before, after;  // constants
 
@@ -35,7 +35,7 @@ struct alignas(16) RowsRun {
     const bool ends = b.segment == p.segments - 1;
     r.after = ends ? min(last ? p.trailing_lines : p.gap_lines, missing_in(row + begin + count, kLine)) : 0;
     r.to = row + begin - r.before;
-    r.data = r.before + offset_in(r.to, kVector) + b.base * stride - p.padding - begin;
+    r.data = r.before + offset_in(r.to, kLine) + b.base * stride - p.padding - begin;
     r.stored = r.before + count + r.after;
     r.low = min(missing_in(r.to, kVector), r.stored);
     r.high = r.low + ((r.stored - r.low) & -kVector);

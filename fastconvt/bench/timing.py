@@ -10,10 +10,10 @@ import torch
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
 WARM_UPS = 2
-FLUSH_BYTES = 1 << 30  # several times the largest L2 cache; the write also hides the launch of what follows
+FLUSH_BYTES = 1 << 30  # several times the largest L2 cache
 # Below this the gaps between a call's kernels are a large part of it, so the calls are replayed from CUDA graphs.
 GRAPH_BELOW_MS, PROBES = 0.020, 5
-WAIT_CYCLES = 4_000_000  # of the GPU, about 2 ms: time to launch a call that nothing then delays
+WAIT_CYCLES = 4_000_000  # of the GPU, about 2 ms: time to launch a call, forward and backward, that nothing then delays
 
 Calls = dict[str, Callable]
 
@@ -54,29 +54,27 @@ class CpuTimer:
 
 
 class CudaTimer:
-    """CUDA events around a call; the L2 cache is overwritten before it."""
+    """CUDA events around a call; the L2 cache is overwritten before it.
+
+    Then the GPU waits until the call is launched, as in a network, where the processor runs ahead of it.
+    """
 
     graphs = True
 
     def __init__(self, device: torch.device):
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
-    def time(self, call: Callable, wait: bool = False) -> float:
-        """Milliseconds of a call; with ``wait`` the GPU begins when all is launched, so that it is never idle."""
+    def time(self, call: Callable) -> float:
+        """Milliseconds of a call. Its results are freed afterwards."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.fill_(1)
-        if wait:
-            torch.cuda._sleep(WAIT_CYCLES)
+        torch.cuda._sleep(WAIT_CYCLES)
         start.record()
         results = call()
         end.record()
         end.synchronize()
         del results
         return start.elapsed_time(end)
-
-    def gpu_time(self, call: Callable) -> float:
-        """The GPU's part of a call alone."""
-        return statistics.median(self.time(call, wait=True) for _ in range(PROBES))
 
     def capture(self, call: Callable) -> Callable:
         """The call as a CUDA graph; every replay writes to the same memory."""
@@ -138,7 +136,7 @@ def as_graphs(calls: Calls, timer: Timer, yardsticks: Collection[str]) -> tuple[
     contestants = [call for name, call in calls.items() if name not in yardsticks]
     if not timer.graphs or not contestants:
         return None, ""
-    if min(map(timer.gpu_time, contestants)) >= GRAPH_BELOW_MS:
+    if min(statistics.median(timer.time(call) for _ in range(PROBES)) for call in contestants) >= GRAPH_BELOW_MS:
         return None, ""
     graphs = {}
     for name, call in calls.items():

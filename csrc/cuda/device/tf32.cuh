@@ -1,5 +1,5 @@
-// Float32 products on tensor cores (compute capability 8.0). A float32 number is split into two TF32 ones, so that three
-// products of halves stand for one of float32: what is left out is below 2^-21 of it.
+// Float32 products on tensor cores (compute capability 8.0). A float32 number is split into two TF32 ones, so that
+// three products of halves stand for one of float32: what is left out is below 2^-21 of it.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@ __device__ __forceinline__ void split_tf32_rounded(float x, float& high, float& 
 
 // d += a * b: 16 x 8 by 8 x 8. With g = lane / 4 and t = lane % 4, a lane holds a[g][t], a[g + 8][t], a[g][t + 4],
 // a[g + 8][t + 4]; b[t][g], b[t + 4][g]; d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
+// NOTE: the hardware drops the bits below a TF32 number's of what it multiplies, and truncates where it adds.
 __device__ __forceinline__ void multiply_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
