@@ -17,7 +17,7 @@ constexpr int64_t kFusedChannelsOut = 32;
 constexpr int64_t kFusedPhases = 27;
 constexpr int64_t kFusedSteps = 32;
 
-// Steps of all phases, along axes that have `taps[a][r]` taps in phase r.
+// Steps of all phases.
 inline int64_t fused_steps(const Problem& problem) {
   int64_t steps = 0;
   for (int64_t z = 0; z < problem.axis[0].stride; ++z) {

@@ -20,13 +20,15 @@ namespace fastconvt::chain_mma {
 
 constexpr int kMaxSteps = 64;
 constexpr int kMaxUnits = 8;
-constexpr int kMaxResidues = 32;  // of an axis
-constexpr int kMaxCells = 512;    // of a tile
-constexpr int kMaxRegion = 512;   // along an axis
-constexpr int kBlock = 4;         // input channels of a granule
-constexpr int kWarps = 4;
+constexpr int kMaxResidues = 32;    // of an axis
+constexpr int kMaxCells = 512;      // of a tile
+constexpr int kMaxRegion = 512;     // along an axis
+constexpr int kBlock = 4;           // input channels of a granule
+constexpr int kWarps = 4;           // that share a tile: a team
+constexpr int kMaxTeams = 5;        // of a block
 constexpr int kCellsPerGroup = 32;  // what a warp makes at a time
-constexpr int64_t kSmallShared = 48 << 10, kLargeShared = 96 << 10;
+// Shared memory of a block: for all teams on a large device, for one team on a small one.
+constexpr int64_t kLargeShared = 220 << 10, kSmallShared = 96 << 10;
 
 struct Granule {
   bool pair;
@@ -62,7 +64,7 @@ struct Plan {
   int first_cell[3], cells[3];
   int tile[3], region[3], tiles[3];
   int64_t num_tiles = 0;
-  int64_t shared_bytes = 0;
+  int64_t block_bytes = 0, team_bytes = 0;  // of shared memory
 
   int planes() const { return channel_blocks * (split ? 2 : 1); }
   int positions() const { return region[0] * region[1] * region[2]; }
@@ -71,12 +73,17 @@ struct Plan {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Weights, granules of a region and their places, and what a block knows of its cells.
-inline int64_t shared_bytes(const Plan& plan) {
+// A block's: weights, bias, the places of positions, the positions of cells.
+inline int64_t block_bytes(const Plan& plan) {
   const int64_t weights = int64_t{plan.column_chunks} * plan.num_fragments * plan.column_tiles * 256;
   const int64_t bias = int64_t{plan.column_chunks} * plan.column_tiles * 32;
-  return weights + bias + (int64_t{plan.planes()} * 16 + 4) * plan.positions() +
-         int64_t{plan.tile_groups()} * kCellsPerGroup * 10;
+  const int64_t tables = 4 * int64_t{plan.positions()} + 2 * int64_t{plan.tile_groups()} * kCellsPerGroup;
+  return (weights + bias + tables + 15) / 16 * 16;
+}
+
+// A team's: granules of a region, and what it knows of its cells.
+inline int64_t team_bytes(const Plan& plan) {
+  return int64_t{plan.planes()} * 16 * plan.positions() + int64_t{plan.tile_groups()} * kCellsPerGroup * 8;
 }
 
 // A warp's cycles for kCellsPerGroup cells: matrix products, exponentials, the rest.
@@ -86,9 +93,10 @@ inline double group_cycles(const Plan& plan) {
   return 2 * (6.8 * products * plan.column_chunks + 8 * exponentials * plan.column_chunks);
 }
 
-// Cycles of one tile with its staging, where all four warps share the load.
+// Cycles of one tile with its staging, where all four warps share the load. Short rows are loaded less well.
 inline double tile_cycles(const Plan& plan) {
-  return ceil_div(plan.tile_groups(), kWarps) * group_cycles(plan) + 0.5 * plan.planes() * plan.positions() +
+  const double positions = 128.0 * ceil_div(plan.positions(), 128) + 2 * plan.region[0] * plan.region[1];
+  return ceil_div(plan.tile_groups(), kWarps) * group_cycles(plan) + 0.5 * plan.planes() * positions +
          0.35 * plan.tile_groups() * kCellsPerGroup + 400;
 }
 
@@ -100,7 +108,8 @@ inline void set_tile(Plan& plan, const Problem& problem, const int (&tile)[3]) {
     plan.tiles[a] = static_cast<int>(ceil_div(plan.cells[a], tile[a]));
     plan.num_tiles *= plan.tiles[a];
   }
-  plan.shared_bytes = shared_bytes(plan);
+  plan.block_bytes = block_bytes(plan);
+  plan.team_bytes = team_bytes(plan);
 }
 
 // The largest part below `part` that an even cut of `size` has; 0 if there is none.
@@ -109,11 +118,12 @@ inline int next_part(int size, int part) {
 }
 
 // A region's byte offsets are 16 bits.
-inline bool fits(const Plan& plan, int64_t limit) {
+inline bool fits(const Plan& plan, int teams, int64_t limit) {
   for (const int size : plan.region) {
     if (size > kMaxRegion) return false;
   }
-  return plan.shared_bytes <= limit && int64_t{plan.planes()} * plan.positions() * 16 < 1 << 16;
+  return plan.block_bytes + teams * plan.team_bytes <= limit &&
+         int64_t{plan.planes()} * plan.positions() * 16 < 1 << 16;
 }
 
 // Whether the smallest tile that choose_tile() may take fits.
@@ -121,21 +131,21 @@ inline bool set_smallest_tile(Plan& plan, const Problem& problem) {
   int x = std::min(plan.cells[2], kMaxCells);
   for (int next = x; next >= std::min(8, plan.cells[2]); next = next_part(plan.cells[2], next)) x = next;
   set_tile(plan, problem, {1, 1, x});
-  return fits(plan, kLargeShared);
+  return fits(plan, 1, kSmallShared);
 }
 
 // The tile of least time on a device of 132 multiprocessors. Requires set_smallest_tile().
 inline void choose_tile(Plan& plan, const Problem& problem) {
-  constexpr int kSlots = 132 * 5;
+  constexpr int kSlots = 132 * kMaxTeams;
   double best = std::numeric_limits<double>::infinity();
   int chosen[3] = {plan.tile[0], plan.tile[1], plan.tile[2]};
-  for (const int64_t limit : {kSmallShared, kLargeShared}) {
+  for (const int teams : {kMaxTeams, 1}) {
     for (int x = std::min(plan.cells[2], kMaxCells); x >= std::min(8, plan.cells[2]); x = next_part(plan.cells[2], x)) {
       for (int y = std::min(plan.cells[1], 64); y > 0; y = next_part(plan.cells[1], y)) {
         for (int z = std::min(plan.cells[0], 8); z > 0; z = next_part(plan.cells[0], z)) {
           if (int64_t{x} * y * z > kMaxCells) continue;
           set_tile(plan, problem, {z, y, x});
-          if (!fits(plan, limit)) continue;
+          if (!fits(plan, 1, kSmallShared) || !fits(plan, teams, kLargeShared)) continue;
           const double cycles = std::max(1.0, double(plan.num_tiles) / kSlots) * tile_cycles(plan);
           if (cycles < best) best = cycles, chosen[0] = z, chosen[1] = y, chosen[2] = x;
         }
@@ -343,10 +353,30 @@ inline void make_plan(const Problem& problem, Plan& plan) {
 
 namespace fastconvt {
 
+// "" if the kernel can make the call, else why not.
 inline std::string chain_mma_refusal(const Problem& problem) {
   chain_mma::Plan plan{};
   chain_mma::plan_steps(problem, plan);
   return plan.refusal;
+}
+
+// On an H200, fitted to the reference layer and its relatives: instructions of the tensor and the special function
+// units, which overlap in part, and what a group of cells costs beside. Without a plan: it has to be quick.
+inline double chain_mma_cost_ms(const Problem& problem) {
+  using chain_mma::ceil_div;
+  const bool split = problem.dtype == DType::kFloat32 && !problem.allow_tf32;
+  const double taps = double(problem.kernel_positions()) * double(ceil_div(problem.in_channels, chain_mma::kBlock));
+  const double columns = double(ceil_div(problem.out_channels, 8));
+  double cells = double(problem.batch), units = 1;
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = problem.axis[a];
+    cells *= double(ceil_div(axis.out() + axis.padding % axis.stride, axis.stride));
+    units *= double(a == 2 ? ceil_div(axis.stride, 2) : axis.stride);
+  }
+  const double products = taps * (split ? 0.85 : 0.4) * columns + 2 * units;
+  const double exponentials = units * (8 * columns + 1);
+  const double cycles = 1.4 * (6.8 * products + 8 * exponentials) + 450;
+  return 0.009 + cells / chain_mma::kCellsPerGroup * cycles / (4 * 132 * 1.75e9) * 1e3;
 }
 
 }  // namespace fastconvt

@@ -7,6 +7,7 @@
 
 #include "chain_backward.h"
 #include "chain_mma.h"
+#include "row_tile.h"
 #include "rows.h"
 #include "rows_gradient.h"
 #include "rows_mma.h"
@@ -122,7 +123,10 @@ bool gather_wins(const Problem& p) {
   return p.dtype == DType::kFloat32 && out >= 16 && strided && length <= (p.allow_tf32 ? 128 : 450);
 }
 
-double own_cuda_cost(Operation, const Problem& p, const DeviceInfo&) { return 0.005 + 3.2 * cuda_floor(p); }
+// The general kernels; the chain's gradients take some 30 times its forward's least time.
+double own_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
+  return 0.005 + (operation == Operation::kChainGradients ? 30 : 3.2) * cuda_floor(p);
+}
 
 // The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0.
 template <int kCapability, std::string (*kRefusal)(const Problem&)>
@@ -135,14 +139,26 @@ std::string family_refusal(const Problem& p, const DeviceInfo& device) {
   return kRefusal(p);
 }
 
-template <int kPercent>
+// About 0.66 ms for the gradients of the reference layer: seven times the least time of its forward.
+double fused_gradients_cost(Operation, const Problem& p, const DeviceInfo&) { return 0.04 + 7 * cuda_floor(p); }
+
+// The cost of a family that has its own model, fitted on an H200.
+template <double (*kCost)(const Problem&)>
 double family_cost(Operation, const Problem& p, const DeviceInfo&) {
-  return 0.005 + kPercent / 100.0 * cuda_floor(p);
+  return kCost(p);
 }
 
-// The unfused chain passes over the convolution's output some ten times.
+// cuDNN. The unfused chain passes over the convolution's output some ten times. A gradient of a plain layer takes 4 to
+// 12 times the least time at its own precision, the more the fewer the channels of a group.
 double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
-  const double passes = operation == Operation::kLogSumExpHardswish ? ms(10 * p.bytes(), 4.3e12) : 0;
+  if (operation == Operation::kInputGradient || operation == Operation::kWeightGradient) {
+    const double rate = p.element_size() == 2 ? 780e12 : p.allow_tf32 ? 407e12 : 55e12;
+    const bool few = p.groups > 1 && p.out_channels_per_group() <= 16;
+    return 0.005 + (few ? 5 : 4) * std::max(ms(2 * p.macs(), rate), ms(p.bytes(), 4.3e12));
+  }
+  const double passes = operation == Operation::kConvTranspose    ? 0
+                        : operation == Operation::kChainGradients ? ms(40 * p.bytes(), 4.3e12)
+                                                                  : ms(10 * p.bytes(), 4.3e12);
   return 0.005 + (gather_wins(p) ? 6 : 2) * cuda_floor(p) + passes;
 }
 
@@ -175,15 +191,19 @@ const Row kTable[] = {
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kPortableRate); }},
     {CandidateId::kAten, "aten", false, kAny, never, aten_cpu_cost},
     {CandidateId::kGather, "gather", true, kForward, cuda_refusal, own_cuda_cost},
-    {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<170>},
-    {CandidateId::kRowsMma, "rows_mma", true, kForward, family_refusal<90, rows_mma_refusal>, family_cost<150>},
+    {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
+     family_cost<row_tile_cost_ms>},
+    {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
+    {CandidateId::kRowsMma, "rows_mma", true, kForward, family_refusal<90, rows_mma_refusal>,
+     family_cost<rows_mma_cost_ms>},
     {CandidateId::kRows, "rows_dgrad", true, bit(Operation::kInputGradient),
-     family_refusal<80, rows_input_gradient_refusal>, family_cost<150>},
+     family_refusal<80, rows_input_gradient_refusal>, family_cost<rows_input_gradient_cost_ms>},
     {CandidateId::kRows, "rows_wgrad", true, bit(Operation::kWeightGradient),
-     family_refusal<80, rows_weight_gradient_refusal>, family_cost<150>},
-    {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>, family_cost<200>},
+     family_refusal<80, rows_weight_gradient_refusal>, family_cost<rows_weight_gradient_cost_ms>},
+    {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
+     family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
-     family_cost<200>},
+     fused_gradients_cost},
     {CandidateId::kFused, "fused", true, kChain | kChainGradients, fused_refusal, own_cuda_cost},
     {CandidateId::kAten, "aten", true, kAny, never, aten_cuda_cost},
 };

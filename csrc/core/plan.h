@@ -13,7 +13,18 @@ enum class Operation { kConvTranspose, kInputGradient, kWeightGradient, kLogSumE
 
 // The implementations, one row each in plan.cpp. kAten is PyTorch's own (oneDNN, cuDNN), so that the plan never loses
 // to it.
-enum class CandidateId { kPhaseAvx512, kPhaseAvx2, kPhasePortable, kGather, kRows, kRowsMma, kFused, kFusedMma, kAten };
+enum class CandidateId {
+  kPhaseAvx512,
+  kPhaseAvx2,
+  kPhasePortable,
+  kGather,
+  kRowTile,
+  kRows,
+  kRowsMma,
+  kFused,
+  kFusedMma,
+  kAten
+};
 
 // What the plan knows of the machine.
 struct DeviceInfo {

@@ -175,16 +175,11 @@ inline void finish_rows_weight_gradient_tile(const Problem& p, int64_t positions
   });
   const int64_t row = size * t.groups * t.out_channels * t.grad_pitch;
   const int64_t input_row = size * t.groups * t.in_channels * t.input_pitch;
-  const bool many_sums = t.matrix_rows > 2 && t.matrix_columns == 3;  // three blocks would not have the registers
-  for (const int64_t target : kRowsTargetBytes) {
-    if (many_sums && target == kRowsTargetBytes[0]) continue;
-    for (t.stages = 4; t.stages > 2; --t.stages) {
-      if (t.stages * row + (t.reach + t.stages - 1) * input_row <= target) break;
-    }
-    t.input_slots = t.reach + t.stages - 1;
-    t.shared_bytes = t.stages * row + t.input_slots * input_row;
-    if (t.shared_bytes <= target) return;
+  for (t.stages = 4; t.stages > 2; --t.stages) {
+    if (t.stages * row + (t.reach + t.stages - 1) * input_row <= kRowsSharedBytes) break;
   }
+  t.input_slots = t.reach + t.stages - 1;
+  t.shared_bytes = t.stages * row + t.input_slots * input_row;
 }
 
 inline RowsWeightGradientTile rows_weight_gradient_tile(const Problem& p) {
@@ -259,6 +254,9 @@ inline std::string rows_weight_gradient_refusal(const Problem& p) {
   if (rows_divide_up(p.axis[1].kernel, p.axis[1].tap_step()) > 24) return "more than 24 taps a phase of the height";
   if (rows_weight_gradient_tile(p).shared_bytes > kRowsSharedBytes) return "rows that do not fit shared memory";
   if (double(p.weight_elements()) >= double(1 << 28)) return "a weight of 2^28 or more elements";
+  if (double(p.batch) * double(p.axis[1].out()) * double(p.axis[2].in) >= double(int64_t{1} << 36)) {
+    return "more than 2^36 positions";
+  }
   return "";
 }
 
@@ -305,7 +303,8 @@ inline double rows_weight_gradient_cost_ms(const Problem& p) {
   double rows = 0;  // of the output's gradient that have a tap
   for (int64_t r = 0; r < height.stride; ++r) rows += height.num_taps(r) > 0 ? double(height.num_outputs(r)) : 0;
   const double m = t.matrix_rows > 2 ? 5 : double(t.matrix_rows), n = double(t.matrix_columns);
-  const double step = split ? m * (20 + 5 * n) + 10 * n + 10 : m * (12 + 3 * n) + 5 * n + 10;
+  const double pairs = m > 2 ? 1 : 0.75;  // two steps at a time
+  const double step = pairs * (split ? m * (20 + 5 * n) + 10 * n + 10 : m * (12 + 3 * n) + 5 * n + 10);
   const double steps = double(t.positions * t.groups) / (8 * kRowsWarps);
   const double staged = double(t.groups) * double(t.out_channels * t.columns + t.in_channels * t.positions);
   const double blocks = double(p.groups / t.groups * t.out_chunks * t.in_chunks);

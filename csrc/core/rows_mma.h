@@ -23,16 +23,17 @@ inline constexpr RowsMmaShape kRowsMmaShapes[] = {{5, 3, 1}, {3, 2, 2}, {3, 2, 3
 inline constexpr int kNumRowsMmaShapes = sizeof(kRowsMmaShapes) / sizeof(kRowsMmaShapes[0]);
 
 inline constexpr int kRowsMmaChannels = 16;  // output channels of a block
-inline constexpr int kRowsMmaStep = 8;       // input channels of an MMA
-inline constexpr int kRowsMmaColumns = 32;   // bases that a warp makes at a time: a strip
-inline constexpr int kRowsMmaStrips = 8;     // of a block
+inline constexpr int kRowsMmaInChannels = 32;
+inline constexpr int kRowsMmaStep = 8;      // input channels of an MMA
+inline constexpr int kRowsMmaColumns = 32;  // bases that a warp makes at a time: a strip
+inline constexpr int kRowsMmaStrips = 8;    // of a block
 // Strips of a warp. In 16 bits, stores take half the time, so what a warp does once a row counts more.
 constexpr int rows_mma_strips(int64_t element_size) { return element_size == 2 ? 2 : 1; }
 inline constexpr int kRowsMmaMaxStride = 16;  // of the height
 inline constexpr int64_t kRowsMmaShared = 200 * 1024;
-
 // Everything that sizes a block. Staged inputs are 32-bit words: a TF32 value, or two 16-bit channels.
 struct RowsMmaTile {
+  int merged;          // groups that are made as one, whose weights between different groups are zero
   int steps;           // of kRowsMmaStep input channels
   int channel_blocks;  // of kRowsMmaChannels output channels, in a group
   int warps;
@@ -40,49 +41,74 @@ struct RowsMmaTile {
   int columns;         // bases of a segment
   int64_t base;        // of the last axis, the first one of segment 0: a multiple of 4
   int halo;            // words before the segment's first base, a multiple of 4
+  bool with_halo;      // some input stands there
   int span;            // input rows that one base of the height reads: its own and those before it
   int row_pitch;       // words between input channels, or pairs of them; 8 modulo 32 keeps banks apart
+  int row_words;       // of a staged input row
+  int tap_weights;     // lanes' shares of the weights of a tap of the height
   int output_pitch;    // elements between staged output channels
+  int row_quads;       // of four inputs that a thread moves for an input row
   int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where it is 0
   // Shared memory in bytes: where staged inputs, of span + 1 rows, outputs and constants begin, and all of it. The bias
   // and the weights come first.
-  int64_t inputs, outputs, constants, shared_bytes;
+  int64_t inputs, outputs, constants, cells, shared_bytes;
 };
 
 inline int64_t rows_mma_line(const Problem& problem) { return 128 / problem.element_size(); }
 
-inline RowsMmaTile rows_mma_tile(const Problem& problem) {
+inline RowsMmaTile rows_mma_tile(const Problem& problem, int64_t merged) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   const int64_t words = problem.element_size() == 4 ? kRowsMmaStep : kRowsMmaStep / 2;  // of a base and step
   RowsMmaTile t{};
-  t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group(), kRowsMmaStep));
-  t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), kRowsMmaChannels));
+  t.merged = static_cast<int>(merged);
+  t.steps = static_cast<int>(ceil_div(merged * problem.in_channels_per_group(), kRowsMmaStep));
+  t.channel_blocks = static_cast<int>(ceil_div(merged * problem.out_channels_per_group(), kRowsMmaChannels));
   t.base = width.base(0) / 4 * 4;
   const int64_t strips = ceil_div(width.base(width.out() - 1) + 1 - t.base, kRowsMmaColumns);
   t.segments = static_cast<int>(ceil_div(strips, kRowsMmaStrips));
   t.warps = static_cast<int>(ceil_div(ceil_div(strips, t.segments), rows_mma_strips(problem.element_size())));
   t.columns = t.warps * rows_mma_strips(problem.element_size()) * kRowsMmaColumns;
   t.halo = static_cast<int>(ceil_div((width.kernel - 1) * width.dilation / width.stride, 4) * 4);
+  t.with_halo = t.halo > 0 && (t.segments > 1 || t.base > 0);
   t.span = static_cast<int>((height.kernel - 1) * height.dilation / height.stride + 1);
   t.row_pitch = static_cast<int>(ceil_div(t.halo + t.columns - 8, 32) * 32 + 8);
+  t.row_words = static_cast<int>(t.steps * words * t.row_pitch);
+  t.tap_weights = static_cast<int>(t.steps * width.kernel * 32);
   // A line of constants before and after the outputs, and their alignment. In float32 a multiple of 8 elements, in
   // 16 bits an odd multiple of 8: what keeps the banks of a warp's stores apart.
   const int64_t line = rows_mma_line(problem), alignment = 16 / problem.element_size();
   t.output_pitch = static_cast<int>(ceil_div(2 * line + 2 * alignment + t.columns * width.stride, 8) * 8);
   // Channels last: all channels of a position, and a gap of 8 elements after the positions of 8 bases.
   if (problem.layout == Layout::kChannelsLast) {
-    t.output_pitch = t.columns * width.stride + t.columns / kRowsMmaChannels;
-  } else if (alignment == 8)
-    t.output_pitch += t.output_pitch % 16 == 0 ? 8 : 0;
-  t.constant_bytes = problem.has_bias ? 1024 : 4096;
+    t.output_pitch = static_cast<int>(t.columns * width.stride + t.columns / kRowsMmaChannels);
+  } else if (alignment == 8 && t.output_pitch % 16 == 0) {
+    t.output_pitch += 8;
+  }
+  t.constant_bytes = static_cast<int>(problem.has_bias ? 640 : 1024 * problem.element_size());
   t.inputs = kRowsMmaChannels * 4 + height.kernel * width.kernel * t.steps * kRowsMmaChannels * words * 4;
-  t.outputs = t.inputs + (t.span + 1) * t.steps * words * t.row_pitch * 4;
+  t.outputs = t.inputs + (t.span + 1) * t.row_words * 4;
   t.constants = t.outputs + kRowsMmaChannels * t.output_pitch * problem.element_size();
-  t.shared_bytes = t.constants + (problem.layout == Layout::kChannelsLast ? 0
-                                  : problem.has_bias                      ? kRowsMmaChannels * t.constant_bytes
-                                                                          : t.constant_bytes);
+  t.cells = t.constants + (problem.layout == Layout::kChannelsLast ? 0
+                           : problem.has_bias                      ? kRowsMmaChannels * t.constant_bytes
+                                                                   : t.constant_bytes);
+  t.row_quads = static_cast<int>(2 * rows_mma_strips(problem.element_size()) * t.steps +
+                                 (t.with_halo ? 4 / problem.element_size() : 0));
+  t.shared_bytes = t.cells + t.row_quads * t.warps * 32 * 4 * problem.element_size();
   return t;
+}
+
+// As many groups are made as one as fill the output channels of a block.
+inline RowsMmaTile rows_mma_tile(const Problem& problem) {
+  for (int64_t merged = kRowsMmaChannels; merged > 1; --merged) {
+    if (problem.groups % merged != 0 || merged * problem.out_channels_per_group() > kRowsMmaChannels ||
+        merged * problem.in_channels_per_group() > kRowsMmaInChannels) {
+      continue;
+    }
+    const RowsMmaTile tile = rows_mma_tile(problem, merged);
+    if (tile.shared_bytes <= kRowsMmaShared / 2) return tile;
+  }
+  return rows_mma_tile(problem, 1);
 }
 
 // "" if the family can make the call, else a reason.
@@ -104,7 +130,7 @@ inline std::string rows_mma_refusal(const Problem& problem) {
   if (height.kernel > 64 || height.stride > kRowsMmaMaxStride || height.dilation > 64) {
     return "a large kernel, stride or dilation along the height";
   }
-  if (problem.in_channels_per_group() > 32) return "more than 32 input channels a group";
+  if (problem.in_channels_per_group() > kRowsMmaInChannels) return "more than 32 input channels a group";
   if (std::max({height.in, width.in, height.padding, width.padding, height.out(), width.out()}) >= kLimit) {
     return "an axis of 2^24 or more";
   }
@@ -116,6 +142,25 @@ inline std::string rows_mma_refusal(const Problem& problem) {
     return "a batch or groups too large";
   }
   return "";
+}
+
+// Fitted to an H200: the memory at what the stores reach, or the rows one after the other.
+inline double rows_mma_cost_ms(const Problem& problem) {
+  const RowsMmaTile t = rows_mma_tile(problem);
+  const Axis& height = problem.axis[1];
+  double rows = 0, taps = 0;  // of all output rows of a plane
+  for (int64_t phase = 0; phase < height.stride; ++phase) {
+    const int64_t num_taps = height.num_taps(phase);
+    if (num_taps > 0) rows += static_cast<double>(height.num_outputs(phase));
+    taps += static_cast<double>(height.num_outputs(phase) * num_taps);
+  }
+  const double planes = static_cast<double>(problem.batch) * static_cast<double>(problem.groups / t.merged) *
+                        t.channel_blocks * t.segments;
+  const double strips = static_cast<double>(t.columns) / kRowsMmaColumns;
+  const double mma = taps * strips * static_cast<double>(problem.axis[2].kernel * t.steps);
+  const bool wide = problem.element_size() == 4;
+  const double blocks_ms = planes * (rows * (4 + strips) + 0.07 * mma) * (wide ? 1e-6 : 0.8e-6);
+  return 0.006 + std::max(blocks_ms, problem.bytes() / (wide ? 3.2e9 : 2.95e9));
 }
 
 }  // namespace fastconvt

@@ -296,7 +296,6 @@ BackwardPlan plan_backward(const Problem& problem) {
 }
 
 int64_t logsumexp_hardswish_backward_workspace(const Problem& problem) {
-  if (fused_chain_backward_fits(problem)) return fused_chain_backward_workspace(problem);
   return chain_supports(problem) ? plan_backward(problem).bytes : 0;
 }
 
@@ -305,10 +304,6 @@ cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const vo
                                                 double min, double max, void* grad_input, void* grad_weight,
                                                 void* grad_bias, void* grad_subtrahend, void* workspace,
                                                 cudaStream_t stream) {
-  if (fused_chain_backward_fits(problem)) {
-    return launch_fused_chain_backward(problem, grad_output, input, weight, bias, subtrahend, min, max, grad_input,
-                                       grad_weight, grad_bias, grad_subtrahend, workspace, stream);
-  }
   if (!chain_supports(problem)) return cudaErrorNotSupported;
   return dispatch_dtype(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kMaxBlocks = 256;  // sums of so many have room
 constexpr int kReduceSlots = 8;
-constexpr int kSeamThreads = 256;
 
 int count_octets(const Problem& problem) { return problem.out_channels <= 8 ? 1 : problem.out_channels <= 16 ? 2 : 4; }
 
@@ -160,8 +159,7 @@ struct FusedGradients {
 
 // Adds up the blocks' sums, in float64.
 template <typename T>
-__global__ void fused_reduction_kernel(const __grid_constant__ FusedParams p, FusedGradients<T> to, int blocks,
-                                       int octets) {
+__device__ __forceinline__ void reduce_sums(const FusedParams& p, const FusedGradients<T>& to, int blocks, int octets) {
   __shared__ double parts[kReduceSlots][kLanes];
   const int halves = (octets + 1) / 2,
             weights = p.in_channels * p.out_channels * p.axis[0].kernel * p.axis[1].kernel * p.axis[2].kernel;
@@ -183,14 +181,40 @@ __global__ void fused_reduction_kernel(const __grid_constant__ FusedParams p, Fu
   double sum = 0;
   if (target != nullptr) {
 #pragma unroll 4
-    for (int b = threadIdx.y; b < blocks; b += kReduceSlots)
+    for (int b = threadIdx.y; b < blocks; b += kReduceSlots) {
       sum += p.sums[static_cast<int64_t>(b) * p.sums_stride + from];
+    }
   }
   parts[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y != 0 || target == nullptr) return;
   for (int i = 1; i < kReduceSlots; ++i) sum += parts[i][threadIdx.x];
   *target = from_accumulator<T>(static_cast<float>(scale * sum));
+}
+
+// Adds the two parts of the input's gradient at the seams.
+template <typename T>
+__device__ __forceinline__ void add_seam(const FusedParams& p, int64_t index, int64_t count) {
+  if (index >= count) return;
+  int64_t rest = index;
+  const int x = split_off(rest, p.axis[2].in), c = split_off(rest, p.in_channels), z = split_off(rest, p.axis[0].in);
+  const int y = (split_off(rest, p.axis[1].tiles - 1) + 1) * p.axis[1].tile - 1;
+  if (y >= p.axis[1].in) return;
+  T* to = static_cast<T*>(p.grad_input) + rest * p.input_stride.batch + z * p.input_stride.axis[0] +
+          y * p.input_stride.axis[1] + x * p.input_stride.axis[2] + c * p.input_stride.channel;
+  *to = from_accumulator<T>(p.seams[index] + p.seams[index + count]);
+}
+
+// The first blocks add up sums, the others seams.
+template <typename T>
+__global__ void fused_finish_kernel(const __grid_constant__ FusedParams p, FusedGradients<T> to, int blocks, int octets,
+                                    int reductions, int64_t seams) {
+  if (blockIdx.x < reductions) {
+    reduce_sums(p, to, blocks, octets);
+  } else {
+    const int64_t block = blockIdx.x - reductions;
+    add_seam<T>(p, (block * kReduceSlots + threadIdx.y) * kLanes + threadIdx.x, seams);
+  }
 }
 
 // How the present device runs it: completes `p`, in blocks that all run at a time. False if it cannot.
@@ -208,20 +232,6 @@ bool plan_device(const Problem& problem, FusedParams& p, int& blocks) {
   return true;
 }
 
-// Adds the two parts of the input's gradient at the seams.
-template <typename T>
-__global__ void fused_seam_kernel(const __grid_constant__ FusedParams p, int64_t count) {
-  const int64_t index = blockIdx.x * int64_t{kSeamThreads} + threadIdx.x;
-  if (index >= count) return;
-  int64_t rest = index;
-  const int x = split_off(rest, p.axis[2].in), c = split_off(rest, p.in_channels), z = split_off(rest, p.axis[0].in);
-  const int y = (split_off(rest, p.axis[1].tiles - 1) + 1) * p.axis[1].tile - 1;
-  if (y >= p.axis[1].in) return;
-  T* to = static_cast<T*>(p.grad_input) + rest * p.input_stride.batch + z * p.input_stride.axis[0] +
-          y * p.input_stride.axis[1] + x * p.input_stride.axis[2] + c * p.input_stride.channel;
-  *to = from_accumulator<T>(p.seams[index] + p.seams[index + count]);
-}
-
 int64_t count_seam_elements(const FusedParams& p) {
   return int64_t{p.batch} * (p.axis[1].tiles - 1) * p.axis[0].in * p.in_channels * p.axis[2].in;
 }
@@ -236,14 +246,12 @@ cudaError_t launch(const FusedParams& p, int blocks, int64_t outputs, const Fuse
   kernel<<<blocks, p.rows * kLanes, bytes, stream>>>(p);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  const auto reduction = fused_reduction_kernel<T>;
+  const auto finish = fused_finish_kernel<T>;
   const dim3 threads(kLanes, kReduceSlots);
-  reduction<<<divide_up(outputs, kLanes), threads, 0, stream>>>(p, to, blocks, kOctets);
+  const int reductions = static_cast<int>(divide_up(outputs, kLanes));
   const int64_t seams = p.grad_input != nullptr ? count_seam_elements(p) : 0;
-  if (seams > 0) {
-    const auto seam_kernel = fused_seam_kernel<T>;
-    seam_kernel<<<divide_up(seams, kSeamThreads), kSeamThreads, 0, stream>>>(p, seams);
-  }
+  const int64_t grid = reductions + divide_up(seams, kLanes * kReduceSlots);
+  finish<<<grid, threads, 0, stream>>>(p, to, blocks, kOctets, reductions, seams);
   return cudaGetLastError();
 }
 

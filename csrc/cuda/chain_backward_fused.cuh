@@ -24,35 +24,41 @@ template <typename T, int kOctets>
 struct FusedBlock : FusedRow<T, kOctets> {
   using Base = FusedRow<T, kOctets>;
   using Base::Base;
-  using Base::bias_sum, Base::far, Base::group, Base::kChannels, Base::kHalves, Base::lane, Base::near, Base::p,
-      Base::patch, Base::plane, Base::quad, Base::shared, Base::subtrahend_sum, Base::warp;
+  using Base::bias_sum, Base::careful, Base::far, Base::group, Base::kChannels, Base::kHalves, Base::lane, Base::near,
+      Base::p, Base::patch, Base::plane, Base::quad, Base::shared, Base::subtrahend_sum, Base::warp;
   using typename Base::Math;
 
   // --- Tables of weights, as the lanes' fragments.
 
-  __device__ __forceinline__ void store_halves(float* to, float first, float second) {
+  // Whether one is not finite.
+  __device__ __forceinline__ bool store_halves(float* to, float first, float second) {
     float4 halves;
     split_tf32_rounded(first, halves.x, halves.z);
     split_tf32_rounded(second, halves.y, halves.w);
     *reinterpret_cast<float4*>(to) = halves;
+    return !is_finite(halves.z) || !is_finite(halves.w);  // NOTE: rounding turns some NaN into 0
   }
 
   __device__ void prepare() {
-    for (int i = threadIdx.x; i < p.shared.floats; i += blockDim.x) shared[i] = 0;
+    bool bad = false;
+    for (int i = threadIdx.x; i < p.shared.floats / 4; i += blockDim.x) {
+      reinterpret_cast<float4*>(shared)[i] = make_float4(0, 0, 0, 0);
+    }
     __syncthreads();
     const int fragments = kOctets * kLanes;
     for (int i = threadIdx.x; i < p.steps * fragments; i += blockDim.x) {
       const int step = i / fragments, channel = i % fragments / kLanes * 8 + group;
       const int first = find_tap(p, p.step_phase[step], p.neighbours[step][0]);
       const int second = p.second_exists[step] ? find_tap(p, p.step_phase[step], p.neighbours[step][1]) : -1;
-      store_halves(shared + p.shared.forward_weights + i * 4, load_weight<T>(p, quad, channel, first) * Math::kLog2E,
-                   load_weight<T>(p, quad, channel, second) * Math::kLog2E);
+      bad |= store_halves(shared + p.shared.forward_weights + i * 4,
+                          load_weight<T>(p, quad, channel, first) * Math::kLog2E,
+                          load_weight<T>(p, quad, channel, second) * Math::kLog2E);
     }
     for (int i = threadIdx.x; i < p.entries * fragments; i += blockDim.x) {
       const int entry = i / fragments, channel = i % fragments / kLanes * 8 + quad * 2;
       const int tap = find_tap(p, p.entry_phase[entry], p.entry_pair[entry] * 2 + group / 4);
-      store_halves(shared + p.shared.input_weights + i * 4, load_weight<T>(p, group % 4, channel, tap),
-                   load_weight<T>(p, group % 4, channel + 1, tap));
+      bad |= store_halves(shared + p.shared.input_weights + i * 4, load_weight<T>(p, group % 4, channel, tap),
+                          load_weight<T>(p, group % 4, channel + 1, tap));
     }
     FusedPhase* phases = reinterpret_cast<FusedPhase*>(shared + p.shared.phases);
     for (int i = threadIdx.x; i < p.phases; i += blockDim.x) phases[i] = p.phase[i];
@@ -67,7 +73,7 @@ struct FusedBlock : FusedRow<T, kOctets> {
       const float value = bias != nullptr && c < p.out_channels ? to_accumulator(__ldg(bias + c)) : 0;
       shared[p.shared.bias + c] = c < p.out_channels ? value * Math::kLog2E : -Math::infinity();
     }
-    __syncthreads();
+    careful = __syncthreads_or(bad);
   }
 
   // --- Planes of the input.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "dispatch.h"
+#include "launchers.h"
 
 namespace fastconvt::cuda {
 namespace chain_mma {
@@ -100,10 +101,11 @@ Params make_params(const Problem& problem, const Plan& plan) {
   p.tile_groups = plan.tile_groups();
   p.positions = plan.positions();
   p.shared.bias = plan.column_chunks * plan.num_fragments * plan.column_tiles * 256;
-  p.shared.granules = p.shared.bias + plan.column_chunks * plan.column_tiles * 32;
-  p.shared.cells = p.shared.granules + plan.planes() * p.positions * 16;
-  p.shared.places = p.shared.cells + p.tile_groups * kCellsPerGroup * static_cast<int>(sizeof(Cell));
+  p.shared.places = p.shared.bias + plan.column_chunks * plan.column_tiles * 32;
   p.shared.cell_positions = p.shared.places + p.positions * 4;
+  p.shared.teams = static_cast<int>(plan.block_bytes);
+  p.shared.team_bytes = static_cast<int>(plan.team_bytes);
+  p.shared.cells = plan.planes() * p.positions * 16;
   p.channel_blocks = plan.channel_blocks;
   p.column_chunks = plan.column_chunks;
   set_steps(plan, p);
@@ -112,9 +114,10 @@ Params make_params(const Problem& problem, const Plan& plan) {
   return p;
 }
 
-// The tiles that are left over when all blocks have had equally many are cut, so that more blocks end together.
-void set_tasks(const Plan& plan, int slots, Params& p) {
-  const int tiles = static_cast<int>(plan.num_tiles), rest = tiles % slots;
+// The tiles that are left over when all blocks, or teams, have had equally many are cut, so that more end together.
+void set_tasks(const Plan& plan, int blocks, int teams, Params& p) {
+  const int tiles = static_cast<int>(plan.num_tiles), all = blocks * teams, slots = tiles < all ? all : blocks;
+  const int rest = tiles % slots;
   const int parts = rest == 0 ? 1 : std::max(1, std::min(slots / rest, plan.tile_groups() / kWarps));
   p.parts = fast_divide(parts);
   p.whole_tiles = tiles - rest;
@@ -124,43 +127,57 @@ void set_tasks(const Plan& plan, int slots, Params& p) {
 template <class Traits>
 cudaError_t launch(const Plan& plan, Params params, cudaStream_t stream) {
   const auto kernel = chain_mma_kernel<Traits>;
-  const int shared = static_cast<int>(plan.shared_bytes);
-  int device = 0, multiprocessors = 0, resident = 0;
+  int device = 0, multiprocessors = 0, limit = 0, resident = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && shared > fastconvt::chain_mma::kSmallShared) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  }
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  // As many teams as fit, but not so many that multiprocessors go without.
+  const int64_t wanted = (plan.num_tiles + multiprocessors - 1) / multiprocessors;
+  const int64_t room = (limit - int64_t{sizeof(State)} - plan.block_bytes) / plan.team_bytes;
+  const int teams = static_cast<int>(std::max<int64_t>(1, std::min({int64_t{kMaxTeams}, wanted, room})));
+  const int shared = static_cast<int>(plan.block_bytes + teams * plan.team_bytes);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlockThreads, shared);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, teams * kTeamThreads, shared);
   }
   if (error != cudaSuccess) return error;
   if (resident == 0) return cudaErrorInvalidConfiguration;
-  const int slots = resident * multiprocessors;
-  set_tasks(plan, slots, params);
-  kernel<<<std::min(slots, params.num_tasks), kBlockThreads, shared, stream>>>(params);
+  const int blocks = static_cast<int>(std::min<int64_t>(plan.num_tiles, int64_t{resident} * multiprocessors));
+  set_tasks(plan, blocks, teams, params);
+  kernel<<<blocks, dim3(kTeamThreads, teams), shared, stream>>>(params);
   return cudaGetLastError();
 }
 
+// Whether the plan has the shape, which sets its part of the parameters.
 template <class Shape>
-bool has_shape(const Plan& plan) {
+bool set_shape(const Plan& plan, Params& p) {
+  static_assert(first_step<Shape>(Shape::kUnits) <= kMaxShapeSteps);
   if (plan.num_units != Shape::kUnits || plan.column_chunks > 1) return false;
+  bool known[kShapeDeltas] = {true};
   for (int u = 0; u < plan.num_units; ++u) {
     const fastconvt::chain_mma::Unit& unit = plan.unit[u];
     if (!unit.paired || unit.both != Shape::both(u) || unit.single[0] != Shape::single(u) || unit.single[1] != 0) {
       return false;
+    }
+    for (int i = 0; i < unit.both + unit.single[0]; ++i) {
+      const int s = unit.first_step + i, delta = Shape::delta(u, i);
+      const int first = static_cast<int>(p.step[s] & 0xffff), further = static_cast<int>(p.step[s] >> 16) - first;
+      p.shape_step[s] = first;
+      if (!known[delta]) p.shape_delta[delta] = further;
+      known[delta] = true;
+      if (p.shape_delta[delta] != further) return false;
     }
   }
   return true;
 }
 
 template <typename T, bool kSplit>
-cudaError_t launch_columns(const Plan& plan, const Params& params, cudaStream_t stream) {
+cudaError_t launch_columns(const Plan& plan, Params params, cudaStream_t stream) {
   if (plan.column_tiles == 1) return launch<Traits<T, kSplit, 1, AnyShape, false>>(plan, params, stream);
   using Shape = Kernel3Stride2<kSplit>;
-  constexpr bool kPadBias = std::is_same_v<T, float>;
-  if (has_shape<Shape>(plan) && (!kPadBias || params.in_channels < kBlock)) {
-    return launch<Traits<T, kSplit, 2, Shape, kPadBias>>(plan, params, stream);
+  if (params.in_channels < kBlock && set_shape<Shape>(plan, params)) {
+    return launch<Traits<T, kSplit, 2, Shape, true>>(plan, params, stream);
   }
   return launch<Traits<T, kSplit, 2, AnyShape, false>>(plan, params, stream);
 }

@@ -95,7 +95,8 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<T
   const CandidateId choice = plan_operation(Operation::kConvTranspose, problem, scope.device()).chosen().id;
   if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), problem.layout);
   const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
-  const auto launch = choice == CandidateId::kRows      ? launch_rows
+  const auto launch = choice == CandidateId::kRowTile   ? launch_row_tile
+                      : choice == CandidateId::kRows    ? launch_rows
                       : choice == CandidateId::kRowsMma ? launch_rows_mma
                                                         : launch_gather;
   check(launch(problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
@@ -237,7 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
   const Tensor grad_bias = empty(input, mask[2] ? call.problem.out_channels : 0);
   const Tensor grad_subtrahend = mask[3] ? torch::stable::new_empty(input, vec(subtrahend.sizes())) : empty(input, 0);
   const auto data = [](const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
-  const bool mma = choice == CandidateId::kFusedMma;
+  const bool mma = choice == CandidateId::kFusedMma && fused_chain_backward_fits(call.problem);
   const auto workspace_bytes = mma ? fused_chain_backward_workspace : logsumexp_hardswish_backward_workspace;
   const auto launch = mma ? launch_fused_chain_backward : launch_logsumexp_hardswish_backward;
   const Tensor grad = to_layout(grad_output, Layout::kContiguous);

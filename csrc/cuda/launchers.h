@@ -18,7 +18,9 @@ cudaError_t launch_gather(const Problem& problem, const void* input, const void*
                           cudaStream_t stream);
 
 // The same where the last axis has one of the shapes of core/rows.h or core/rows_mma.h: few channels a group, in
-// float32, and on matrix units in TF32, float16 and bfloat16.
+// float32 (contiguous; channels_last), and on matrix units in TF32, float16 and bfloat16.
+cudaError_t launch_row_tile(const Problem& problem, const void* input, const void* weight, const void* bias,
+                            void* output, cudaStream_t stream);
 cudaError_t launch_rows(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                         cudaStream_t stream);
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -55,7 +57,9 @@ cudaError_t launch_logsumexp_hardswish_backward(const Problem& problem, const vo
                                                 void* grad_bias, void* grad_subtrahend, void* workspace,
                                                 cudaStream_t stream);
 
-// The same without the convolution's gradient in memory (core/chain_backward.h).
+// The same without the convolution's gradient in memory (core/chain_backward.h); it needs a GPU whose shared memory
+// holds its tile.
+bool fused_chain_backward_fits(const Problem& problem);
 int64_t fused_chain_backward_workspace(const Problem& problem);
 cudaError_t launch_fused_chain_backward(const Problem& problem, const void* grad_output, const void* input,
                                         const void* weight, const void* bias, const void* subtrahend, double min,

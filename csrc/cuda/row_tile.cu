@@ -10,7 +10,8 @@ namespace fastconvt::cuda {
 namespace {
 
 constexpr int kSharedFloats = (76800 - kRowTileHead) / 4;  // of a block: three fit an SM
-constexpr int kMaxConstants = 1600;       // floats that one bulk store takes
+constexpr int kMaxConstants = 1600;                        // floats that one bulk store takes
+constexpr int kOwnConstants = 256;        // and of these, if each channel has its own: filling them takes time
 constexpr int64_t kMaxGrid = 65535;       // of its second and third axis
 constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 
@@ -85,7 +86,8 @@ int set_chunks(RowTileParams& p) {
   p.weight_slab = p.tile / (p.block_groups * p.block_quads);
   const int staged = static_cast<int>(inputs(rows)), size = static_cast<int>(floats(rows));
   p.constants = own ? p.tile + staged : size - constants;
-  p.constant_pitch = own ? std::min((size - p.constants) / channels / 32 * 32, constants) : constants;
+  p.constant_pitch =
+      own ? std::min((size - p.constants) / channels / 32 * 32, std::min(kOwnConstants, constants)) : constants;
   p.constant_step = own ? p.constant_pitch : 0;
   return size;
 }
@@ -101,17 +103,17 @@ void set_bursts(const Problem& problem, int64_t blocks, RowTileParams& p) {
 template <class Traits>
 cudaError_t launch(const Problem& problem, RowTileParams& p, cudaStream_t stream) {
   const int bytes = kRowTileHead + 4 * set_chunks<Traits>(p);
-  const int64_t blocks = problem.batch * p.channel_blocks * p.rows * p.segments;
   p.by_segment = fast_divide(p.segments);
   p.by_quad_block = fast_divide(p.quad_blocks);
   p.vector_input = reinterpret_cast<uintptr_t>(p.input) % 16 == 0 && p.in_width % 4 == 0;
-  set_bursts(problem, blocks, p);
+  set_bursts(problem, problem.batch * p.channel_blocks * p.rows * p.segments, p);
   // The same value every time: launches from several threads must not undo each other's.
   const cudaError_t error = cudaFuncSetAttribute(row_tile_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  kRowTileHead + 4 * kSharedFloats);
   if (error != cudaSuccess) return error;
   for (int64_t done = 0; done < problem.batch; done += kMaxGrid) {
-    const dim3 grid(p.rows * p.segments, p.channel_blocks, static_cast<unsigned>(std::min(kMaxGrid, problem.batch - done)));
+    const int64_t batch = std::min(kMaxGrid, problem.batch - done);
+    const dim3 grid(p.rows * p.segments, p.channel_blocks, static_cast<unsigned>(batch));
     row_tile_kernel<Traits><<<grid, kRowTileThreads, bytes, stream>>>(p);
     p.input += kMaxGrid * p.input_batch, p.output += kMaxGrid * p.output_batch;
     p.burst_blocks = 0;

@@ -99,7 +99,8 @@ class RowTileKernel {
   __device__ float* constants(int c) const { return shared + p.constants + (4 * warp + c) * p.constant_step; }
 
   // Rows begin .. end - 1 of the block's pairs of channel and tap; the weights are the warp's own.
-  __device__ void stage(const RowTileBlock& b, const RowTileTaps& taps, const RowTileQuad& q, int begin, int end) const {
+  __device__ void stage(const RowTileBlock& b, const RowTileTaps& taps, const RowTileQuad& q, int begin,
+                        int end) const {
     stage_inputs<Traits>(p, b, taps, begin, end, tile(), evict_first_policy());
     if (q.channels == 0) return;
     const int own = p.block_groups == 1 ? end : p.in_channels * taps.count;
@@ -113,6 +114,7 @@ class RowTileKernel {
     __syncthreads();
   }
 
+  // Buffers that constant rows are stored from: zeros for all channels, or each channel's bias.
   __device__ void fill_constants(const RowTileBlock& b, const RowTileQuad& q) const {
     const float bias = p.bias != nullptr && lane < q.channels ? __ldg(p.bias + q.first_channel(p, b) + lane) : 0.0f;
     if (lane < 4) head.bias[4 * warp + lane] = bias;
@@ -168,6 +170,7 @@ class RowTileKernel {
     commit_bulk();
   }
 
+  // Zeros take a thread half as many instructions as other values: the bias is added at the end.
   __device__ void clear_accumulators() {
 #pragma unroll
     for (int c = 0; c < 4; ++c)
@@ -187,6 +190,7 @@ class RowTileKernel {
       }
   }
 
+  // Adds the products of what is staged.
   __device__ __forceinline__ void accumulate(int begin, int end) {
     const RowTileQuad q = RowTileQuad::make(p, head.block);
     if (q.channels == 0) return;

@@ -11,30 +11,31 @@ namespace fastconvt::cuda {
 
 constexpr int kRowTileWarps = 4;
 constexpr int kRowTileThreads = 32 * kRowTileWarps;
-constexpr int kRowTileHead = 128;  // bytes of shared memory before the weights
+constexpr int kRowTileHead = 128;  // bytes of shared memory before the weights, for biases
 
-// Blocks are (data row and segment of it, channels, batch). A block makes one data row (an output row whose phase can have taps) of up to 16 output channels, a warp four of
-// them, kRowColumns bases of the last axis and a few more outputs beyond them, and stores the constant rows that follow.
-// All pairs of an input channel and a tap of the height that the row reads are staged at once as far as shared memory
-// allows, which is laid out so: weights; staged inputs (and the constants, if each channel has its own), whose place
-// outputs on their way take later; constants, if one buffer serves all.
+// Blocks are (data row and segment of it, channels, batch). A block makes one data row (an output row whose phase can
+// have taps) of up to 16 output channels, a warp four of them, kRowColumns bases of the last axis and a few more
+// outputs beyond them, and stores the constant rows that follow. All pairs of an input channel and a tap of the height
+// that the row reads are staged at once as far as shared memory allows, which is laid out so: weights; staged inputs
+// (and the constants, if each channel has its own), whose place outputs on their way take later; constants, if one
+// buffer serves all.
 struct RowTileParams {
   const float* input;
   const float* weight;
   const float* bias;  // or null
   float* output;
-  int64_t input_batch, output_batch;                             // strides
+  int64_t input_batch, output_batch;  // strides
   int input_channel, output_channel;
-  int weight_channel, weight_filter;                             // between input channels, output channels
+  int weight_channel, weight_filter;  // between input channels, output channels
   int in_height, in_width, out_height, out_width;
-  int padding, first_base, bases, segments;  // of the last axis
-  int kernel_height, row_dilation;           // row_dilation: input rows between neighbouring taps of a phase,
-  int tap_step;                              // and elements
-  int first_row, row_step, rows;             // data rows
-  int row_phase;                             // (first_row + padding) / row_step
-  int row_inverse;                           // of dilation / gcd modulo stride / gcd, along the height
-  bool tapless;                              // no output row has a phase with taps: row 0 stands for a data row
-  int leading, gap, trailing;                // constant outputs of a plane before, between and after data rows
+  int padding, first_base, bases, segments;      // of the last axis
+  int kernel_height, row_dilation;               // row_dilation: input rows between neighbouring taps of a phase,
+  int tap_step;                                  // and elements
+  int first_row, row_step, rows;                 // data rows
+  int row_phase;                                 // (first_row + padding) / row_step
+  int row_inverse;                               // of dilation / gcd modulo stride / gcd, along the height
+  bool tapless;                                  // no output row has a phase with taps: row 0 stands for a data row
+  int leading, gap, trailing;                    // constant outputs of a plane before, between and after data rows
   int leading_lines, gap_lines, trailing_lines;  // of them, how many a data row may take: a line's, or none
   int groups, in_channels, out_channels;         // channels of one group
   int block_groups, block_quads;                 // groups of a block, channel quads of each in the block

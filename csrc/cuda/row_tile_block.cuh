@@ -36,7 +36,9 @@ __device__ inline int offset_in(const float* pointer, int floats) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) / 4) & (floats - 1);
 }
 // How far before the end of the one that it is in, 0 at a start.
-__device__ inline int missing_in(const float* pointer, int floats) { return -offset_in(pointer, floats) & (floats - 1); }
+__device__ inline int missing_in(const float* pointer, int floats) {
+  return -offset_in(pointer, floats) & (floats - 1);
+}
 
 // The taps of one data row that are in range.
 struct RowTileTaps {
@@ -144,9 +146,9 @@ __device__ inline void stage_inputs(const RowTileParams& p, const RowTileBlock& 
   const bool clears = lane < before + last - high;
   float* cleared = tile + warp * Traits::kInputPitch + (lane < before ? lane : high - first + lane - before);
   float* target = tile + warp * Traits::kInputPitch + at - first;
-  const float* const image = whole(p.input + b.batch * p.input_batch +
-                                   static_cast<int64_t>(b.group * p.in_channels) * p.input_channel +
-                                   static_cast<int64_t>(taps.input_row) * p.in_width + at);
+  const float* const image =
+      whole(p.input + b.batch * p.input_batch + static_cast<int64_t>(b.group * p.in_channels) * p.input_channel +
+            static_cast<int64_t>(taps.input_row) * p.in_width + at);
   constexpr int kStep = kRowTileWarps * Traits::kInputPitch;
 #pragma unroll 1
   for (int row = begin + warp; row < end; row += 32 * kRowTileWarps) {

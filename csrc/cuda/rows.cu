@@ -10,10 +10,14 @@
 namespace fastconvt::cuda {
 namespace {
 
-constexpr int kSharedBytes = 76800;  // of a block: three fit an SM
-constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache  // far less than the L2 cache
+constexpr int kSharedBytes = 76800;       // of a block: three fit an SM
+constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Taps of the height that a data row has, at most.
+int max_taps(const RowsParams& p) { return std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor)); }
+
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 // Data rows: output rows whose phase is a multiple of gcd(stride, dilation).
@@ -41,44 +45,34 @@ void set_columns(const Axis& axis, RowsParams& p) {
   p.segments = static_cast<int>(row_segments(axis));
 }
 
-// Which groups and channels a block makes, and what it stages at once; returns its floats of shared memory.
+// Which groups and channels a block makes, and what it stages at once; returns its bytes of shared memory.
 template <class Traits>
 int set_chunks(RowsParams& p) {
   const int quads = ceil_div(p.out_channels, 4);
   p.block_quads = std::min(quads, kRowsQuads);
   p.quad_blocks = ceil_div(quads, p.block_quads);
-  const int left = kSharedBytes / 4 - Traits::kConstants;
-  const int weight_row = p.block_quads * Traits::kQuadPitch;
-  const int taps = std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor));  // of one phase, at most
-  const int max_channels =
-      Traits::kChannelsLast ? Traits::kPixelChannels : left / (weight_row + Traits::kInputPitch);
   // All channels of several groups have to be staged at once.
   p.block_groups = std::min(p.groups, kRowsQuads / p.block_quads);
-  while (p.block_groups > 1 && p.block_groups * p.in_channels > max_channels) --p.block_groups;
+  while (p.block_groups > 1 && p.block_groups * p.in_channels > Traits::kPixelChannels) --p.block_groups;
   p.channel_blocks = ceil_div(p.groups, p.block_groups) * p.quad_blocks;
-  p.channel_chunk = std::min(p.block_groups * p.in_channels, max_channels);
-  p.weight_slot = p.channel_chunk * weight_row;
-  p.input_slot = Traits::kInputPitch * (Traits::kChannelsLast ? Traits::kPixelPitch : p.channel_chunk);
-  p.tap_chunk = std::clamp(left / (p.input_slot + p.weight_slot), 1, taps);
-  return Traits::kConstants + std::max(p.tap_chunk * (p.input_slot + p.weight_slot), Traits::kOutputs);
+  p.channel_chunk = std::min(p.block_groups * p.in_channels, Traits::kPixelChannels);
+  p.weight_slot = p.channel_chunk * p.block_quads * Traits::kQuadPitch;
+  const int size = Traits::kInputSlot + p.weight_slot;
+  p.tap_chunk = std::clamp((kSharedBytes / 4 - Traits::kConstants) / size, 1, max_taps(p));
+  return 4 * (Traits::kConstants + p.tap_chunk * size);
 }
 
 template <class Traits>
 void set_vectors(const Problem& problem, RowsParams& p) {
   const int64_t channels = problem.out_channels;
-  if (Traits::kChannelsLast) {
-    p.vector_input = aligned(p.input) && problem.in_channels % 4 == 0 && p.block_groups * p.in_channels % 4 == 0;
-    p.vector_output = aligned(p.output) && channels % 4 == 0 && p.out_channels % 4 == 0;
-    const bool bulk = aligned(p.output) && channels % 4 == 0 && channels <= Traits::kConstants;
-    p.constant_pitch = bulk ? static_cast<int>(Traits::kConstants / channels * channels) : 0;
-  } else {
-    p.vector_input = aligned(p.input) && p.in_width % 4 == 0;
-    p.constant_pitch = p.bias == nullptr ? Traits::kConstants : 0;
-  }
+  p.vector_input = aligned(p.input) && problem.in_channels % 4 == 0 && p.block_groups * p.in_channels % 4 == 0;
+  p.vector_output = aligned(p.output) && channels % 4 == 0 && p.out_channels % 4 == 0;
+  const bool bulk = aligned(p.output) && channels % 4 == 0 && channels <= Traits::kConstants;
+  p.constant_pitch = bulk ? static_cast<int>(Traits::kConstants / channels * channels) : 0;
 }
 
 template <class Traits>
-cudaError_t launch(const Problem& problem, RowsParams& p, int floats, cudaStream_t stream) {
+cudaError_t launch(const Problem& problem, RowsParams& p, int bytes, cudaStream_t stream) {
   set_vectors<Traits>(problem, p);
   p.by_segment = fast_divide(p.segments);
   p.by_row = fast_divide(p.rows);
@@ -95,20 +89,18 @@ cudaError_t launch(const Problem& problem, RowsParams& p, int floats, cudaStream
   const cudaError_t error =
       cudaFuncSetAttribute(rows_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  rows_kernel<Traits><<<static_cast<unsigned>(blocks), kRowsThreads, 4 * floats, stream>>>(p);
+  rows_kernel<Traits><<<static_cast<unsigned>(blocks), kRowsThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <int index, bool channels_last>
-cudaError_t launch(const Problem& problem, RowsParams& p, cudaStream_t stream) {
-  using Whole = RowsTraits<index, channels_last, true>;
-  using Chunked = RowsTraits<index, channels_last, false>;
-  const int floats = set_chunks<Whole>(p);
-  const int taps = std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor));
-  const bool whole = p.tap_chunk == taps && p.channel_chunk == p.block_groups * p.in_channels;
-  const bool tail = p.bases > p.segments * Whole::kColumns;
-  if (whole && !tail) return launch<Whole>(problem, p, floats, stream);
-  return launch<Chunked>(problem, p, set_chunks<Chunked>(p), stream);
+template <int index>
+cudaError_t launch_shape(const Problem& problem, RowsParams& p, cudaStream_t stream) {
+  using Whole = RowsTraits<index, true>;
+  using Chunked = RowsTraits<index, false>;
+  const int bytes = set_chunks<Whole>(p);
+  const bool whole = p.tap_chunk == max_taps(p) && p.channel_chunk == p.block_groups * p.in_channels;
+  if (whole && p.bases <= p.segments * Whole::kColumns) return launch<Whole>(problem, p, bytes, stream);
+  return launch<Chunked>(problem, p, bytes, stream);
 }
 
 template <int... indices>
@@ -116,11 +108,7 @@ cudaError_t dispatch(const Problem& problem, RowsParams& p, cudaStream_t stream,
                      std::integer_sequence<int, indices...>) {
   const int index = row_shape_index(problem);
   cudaError_t error = cudaErrorNotSupported;
-  const bool last = problem.layout == Layout::kChannelsLast;
-  const auto run = [&](auto i) {
-    error = last ? launch<i.value, true>(problem, p, stream) : launch<i.value, false>(problem, p, stream);
-  };
-  ((index == indices ? run(std::integral_constant<int, indices>{}) : void()), ...);
+  ((index == indices ? void(error = launch_shape<indices>(problem, p, stream)) : void()), ...);
   return error;
 }
 
@@ -141,14 +129,9 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
   p.out_channels = static_cast<int>(problem.out_channels_per_group());
   set_rows(problem.axis[1], p);
   set_columns(problem.axis[2], p);
-  // Constant outputs, and how many of them may be stored with a data row.
-  p.last_row = p.first_row + (p.rows - 1) * p.row_step;
   p.leading = p.first_row * p.out_width;
   p.gap = (p.row_step - 1) * p.out_width;
-  p.trailing = (p.out_height - 1 - p.last_row) * p.out_width;
-  p.gap_lines = p.gap >= 32 ? 32 : 0;
-  p.leading_lines = std::min(p.gap_lines, p.leading);
-  p.trailing_lines = std::min(p.gap_lines, p.trailing);
+  p.trailing = (p.out_height - 1 - p.first_row - (p.rows - 1) * p.row_step) * p.out_width;
   return dispatch(problem, p, stream, std::make_integer_sequence<int, kNumRowShapes>{});
 }
 

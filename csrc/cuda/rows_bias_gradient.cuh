@@ -37,23 +37,23 @@ __global__ void __launch_bounds__(kBiasThreads) bias_gradient_kernel(const __gri
   const int share = threadIdx.x / kLanesOfChannels;
   const int64_t begin = p.positions * position_slice / p.position_slices;
   const int64_t end = p.positions * (position_slice + 1) / p.position_slices;
-  double sum = 0;
+  double sums_of_thread[4] = {};
   if (channel < p.channels) {
     for (int64_t n = batch_slice; n < p.batch; n += p.batch_slices) {
       const T* grad = static_cast<const T*>(p.grad) + n * p.batch_stride + channel * p.channel_stride;
-      float part = 0;
       int64_t position = begin + share;
       for (; position + 7 * kShares < end; position += 8 * kShares) {
         float value[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) value[i] = to_accumulator(grad[(position + i * kShares) * p.position_stride]);
-        part += ((value[0] + value[1]) + (value[2] + value[3])) + ((value[4] + value[5]) + (value[6] + value[7]));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums_of_thread[i % 4] += value[i];
       }
-      for (; position < end; position += kShares) part += to_accumulator(grad[position * p.position_stride]);
-      sum += part;
+      for (; position < end; position += kShares)
+        sums_of_thread[0] += to_accumulator(grad[position * p.position_stride]);
     }
   }
-  sums[threadIdx.x] = sum;
+  sums[threadIdx.x] = (sums_of_thread[0] + sums_of_thread[1]) + (sums_of_thread[2] + sums_of_thread[3]);
   __syncthreads();
   for (int half = kShares / 2; half > 0; half /= 2) {
     if (share < half) sums[threadIdx.x] += sums[threadIdx.x + half * kLanesOfChannels];

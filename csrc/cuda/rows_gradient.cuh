@@ -140,13 +140,13 @@ __device__ __forceinline__ void stage_edges(const RowSource& source, const T* ro
 }
 
 // Aligned rows: a thread copies one place of kBytes in every few channels.
-template <int kBytes, typename T>
-__device__ __forceinline__ void stage_aligned(const RowSource& source, const T* from, int first, int columns,
-                                              int channels, int existing, int pitch, T* stage) {
+template <int kThreads, int kBytes, typename T>
+__device__ __forceinline__ void stage_aligned(int thread, const RowSource& source, const T* from, int first,
+                                              int columns, int channels, int existing, int pitch, T* stage) {
   constexpr int kVector = kBytes / sizeof(T);
-  const int places = columns > 64 * kVector ? 128 : columns > 32 * kVector ? 64 : 32;
-  const int apart = kRowsThreads / places;
-  const int first_channel = threadIdx.x / places;
+  const int places = min(kThreads, columns > 64 * kVector ? 128 : columns > 32 * kVector ? 64 : 32);
+  const int apart = kThreads / places;
+  const int first_channel = thread / places;
   const int64_t step = static_cast<int64_t>(apart) * source.channel;
   const int target_step = apart * pitch * static_cast<int>(sizeof(T));
   from += first;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void stage_aligned(const RowSource& source, const T* 
   from -= skew;
   first -= skew;
 #pragma unroll 1
-  for (int c = threadIdx.x % places * kVector; c < columns; c += places * kVector) {
+  for (int c = thread % places * kVector; c < columns; c += places * kVector) {
     const bool exists = static_cast<unsigned>(first + c) < source.width;
     const T* element = from + static_cast<int64_t>(first_channel) * source.channel + c;
     uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(stage + first_channel * pitch + c));
@@ -174,14 +174,14 @@ __device__ __forceinline__ void stage_aligned(const RowSource& source, const T* 
 }
 
 // A warp copies the channels of one skew at a time, 16 bytes a lane.
-template <typename T>
-__device__ __forceinline__ void stage_vectors(const RowSource& source, const T* from, int first, int columns,
-                                              int channels, int existing, int pitch, T* stage) {
+template <int kThreads, typename T>
+__device__ __forceinline__ void stage_vectors(int thread, const RowSource& source, const T* from, int first,
+                                              int columns, int channels, int existing, int pitch, T* stage) {
   constexpr int kVector = kRowVector<T>, kUnroll = 4;
   const int lane = threadIdx.x % 32;
   const int vectors = (columns + kVector - 1) / kVector;
 #pragma unroll 1
-  for (int kind = threadIdx.x / 32; kind < min(kVector, channels); kind += kRowsWarps) {
+  for (int kind = thread / 32; kind < min(kVector, channels); kind += kThreads / 32) {
     const T* row = from + static_cast<int64_t>(kind) * source.channel + first;
     const int skew = static_cast<int>(memory_index(row) & (kVector - 1));
     row -= skew;
@@ -221,18 +221,19 @@ __device__ __forceinline__ void stage_vectors(const RowSource& source, const T* 
 // Columns first, first + 1, ... of a row, which begins at `from`, in `channels` channels, `pitch` elements apart; zeros
 // where there is none: beyond the width, and from channel `existing` on. `columns` counts kRowVector - 1 places for the
 // skew. Asynchronous, for the most part.
-template <typename T>
-__device__ __forceinline__ void stage_row(const RowSource& source, const T* from, int first, int columns, int channels,
-                                          int existing, int pitch, T* stage) {
+template <int kThreads, typename T>
+__device__ __forceinline__ void stage_row(int thread, const RowSource& source, const T* from, int first, int columns,
+                                          int channels, int existing, int pitch, T* stage) {
   existing = min(existing, channels);
   if (source.aligned) {
     return source.vector * sizeof(T) == 16
-               ? stage_aligned<16>(source, from, first, columns, channels, existing, pitch, stage)
-               : stage_aligned<8>(source, from, first, columns, channels, existing, pitch, stage);
+               ? stage_aligned<kThreads, 16>(thread, source, from, first, columns, channels, existing, pitch, stage)
+               : stage_aligned<kThreads, 8>(thread, source, from, first, columns, channels, existing, pitch, stage);
   }
-  if (!source.channels_last) return stage_vectors(source, from, first, columns, channels, existing, pitch, stage);
+  if (!source.channels_last)
+    return stage_vectors<kThreads>(thread, source, from, first, columns, channels, existing, pitch, stage);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < columns * channels; i += kRowsThreads) {
+  for (int i = thread; i < columns * channels; i += kThreads) {
     int channel = i;
     const int c = source.by_channels(channel);
     const bool exists = static_cast<unsigned>(first + c) < source.width && channel < existing;

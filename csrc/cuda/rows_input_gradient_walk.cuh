@@ -135,8 +135,10 @@ struct InputGradientCursor {
     int j;
     RowList::in_range(p, y, list.reach[row], j);
     const int channel = chunk * p.channels;
-    stage_row(p.grad, grad + static_cast<int64_t>(channel) * p.grad.channel + static_cast<int64_t>(j) * p.grad.row,
-              first_column, p.columns, p.channels, p.out_channels - channel, p.pitch, target);
+    stage_row<kRowsThreads>(
+        threadIdx.x, p.grad,
+        grad + static_cast<int64_t>(channel) * p.grad.channel + static_cast<int64_t>(j) * p.grad.row, first_column,
+        p.columns, p.channels, p.out_channels - channel, p.pitch, target);
   }
 
   __device__ void next(const RowsInputGradientParams& p, const RowList& list) {

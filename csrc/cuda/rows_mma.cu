@@ -30,11 +30,13 @@ RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const v
   p.padding = static_cast<int>(width.padding);
   p.in_width = static_cast<int>(width.in);
   p.out_width = static_cast<int>(width.out());
-  p.in_channels = static_cast<int>(problem.in_channels_per_group());
-  p.out_channels = static_cast<int>(problem.out_channels_per_group());
-  p.groups = static_cast<int>(problem.groups);
   p.batch = static_cast<int>(problem.batch);
   p.tile = rows_mma_tile(problem);
+  p.group_in = static_cast<int>(problem.in_channels_per_group());
+  p.group_out = static_cast<int>(problem.out_channels_per_group());
+  p.in_channels = p.tile.merged * p.group_in;
+  p.out_channels = p.tile.merged * p.group_out;
+  p.groups = static_cast<int>(problem.groups) / p.tile.merged;
   p.first_base = static_cast<int>(height.base(0));
   p.end_base = static_cast<int>(height.base(height.out() - 1)) + 1;
   p.channels_last = problem.layout == Layout::kChannelsLast;
@@ -49,7 +51,6 @@ RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const v
   p.in = input_strides(problem);
   p.out = output_strides(problem);
   const int64_t word_channels = 4 / problem.element_size(), strips = rows_mma_strips(problem.element_size());
-  p.with_halo = p.tile.halo > 0 && (p.tile.segments > 1 || p.tile.base > 0);
   p.quad_offset = (p.channels_last || word_channels == 1 ? 4 : 1) * p.in.channel;
   p.strip_offset = p.channels_last ? p.tile.columns / strips * p.in.axis[2] : 4 / strips * word_channels * p.in.channel;
   p.step_offset = kRowsMmaStep * p.in.channel;
@@ -58,25 +59,34 @@ RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const v
   return p;
 }
 
-// Cuts the work for `waves` items a block. Neighbouring bases of the height share input rows; more items let blocks
-// that run at the same time write close to each other.
+// Cuts the work for `waves` parts a block.
 void cut(RowsMmaParams& p, int blocks, int waves) {
   const int sets = p.groups * p.tile.channel_blocks * p.tile.segments;
-  p.parts = std::clamp(static_cast<int>(int64_t{blocks} * waves / sets), 1, p.bases);
+  p.parts = static_cast<int>(std::clamp<int64_t>(int64_t{blocks} * waves / sets, 1, p.bases));
   p.items = sets * p.parts;
+}
+
+// Neighbouring bases of the height share input rows, so parts are long. Where they are long enough, more of them let
+// blocks that run at the same time write close to each other.
+void cut(RowsMmaParams& p, int blocks) {
+  cut(p, blocks, 4);
+  if (p.bases / p.parts < 2 * p.tile.span) cut(p, blocks, 1);
 }
 
 template <class Traits>
 cudaError_t launch(RowsMmaParams& p, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0, blocks = 0;
+  int device = 0, multiprocessors = 0, largest = 0, blocks = 0;
   const int shared = static_cast<int>(p.tile.shared_bytes), threads = p.tile.warps * 32;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&largest, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess && shared > largest) error = cudaErrorNotSupported;
   if (error == cudaSuccess) {
     // The same value every time: launches from several threads must not undo each other's.
-    error = cudaFuncSetAttribute(rows_mma_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kRowsMmaShared);
+    error = cudaFuncSetAttribute(rows_mma_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 std::min(static_cast<int>(kRowsMmaShared), largest));
   }
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, rows_mma_kernel<Traits>, threads, shared);
@@ -86,7 +96,7 @@ cudaError_t launch(RowsMmaParams& p, cudaStream_t stream) {
   const int channel_blocks = p.groups * p.tile.channel_blocks;
   int grid = std::max(1, multiprocessors * blocks);
   if (grid > channel_blocks) grid -= grid % channel_blocks;
-  cut(p, grid, 1);
+  cut(p, grid);
   rows_mma_kernel<Traits><<<std::min(grid, p.items), threads, shared, stream>>>(p);
   return cudaGetLastError();
 }
@@ -108,6 +118,7 @@ cudaError_t dispatch_rows_mma(const Axis& width, RowsMmaParams& p, cudaStream_t 
 
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream) {
+  if (problem.out_elements() == 0) return cudaSuccess;
   if (!rows_mma_refusal(problem).empty()) return cudaErrorNotSupported;
   RowsMmaParams p = rows_mma_params(problem, input, weight, bias, output);
   return dispatch_dtype(problem.dtype, [&](auto tag) {

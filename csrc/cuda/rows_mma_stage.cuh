@@ -25,7 +25,8 @@ struct RowsMmaParams {
   int tap_step, back_step;   // between the taps of a phase of the height, and between what they read
   int first_base, end_base;  // of the height
   int in_width, out_width, padding;
-  int in_channels, out_channels;  // of a group
+  int in_channels, out_channels;  // of a group; groups that are made as one count as one
+  int group_in, group_out;        // of a true group
   int groups, batch;
   int bases;  // of the height, in all batch entries
   int parts;  // of these, that blocks make one after the other
@@ -34,7 +35,6 @@ struct RowsMmaParams {
   bool vector_input;   // four neighbours in memory (columns; channels last: channels) can be loaded at once
   bool vector_output;  // channels last: 16 bytes of a block's channels can be stored at once
   bool whole_lines;    // rows are long enough to complete a line of a neighbour at each end
-  bool with_halo;      // some input stands in the halo of a segment: it is loaded
   // Elements between what a thread loads of an input row: the quads of a strip, strips, and steps.
   int64_t quad_offset, strip_offset, step_offset;
 };
@@ -48,6 +48,7 @@ struct RowsMmaTraits {
   static constexpr int kReach = (kKernel - 1) * kDilation / kStride;  // bases that taps read back
   static constexpr int kHalo = (kReach + 3) / 4 * 4;
   static constexpr int kTiles = kRowsMmaColumns / 8;
+  using Sums = float[kStride][kTiles][4];         // of a strip, by phase of the last axis, tile and register
   static constexpr int kRun = 8 * kStride;        // neighbouring outputs of a lane
   static constexpr int kVector = 16 / sizeof(T);  // elements
   static constexpr int kLine = 128 / sizeof(T);
@@ -113,8 +114,19 @@ struct RowsMmaUnit {
 // Four neighbouring elements in memory, as words; zeros if there are none. Without a branch, which would wait for what
 // it loads.
 template <typename T>
-struct RowsMmaQuad {
+struct alignas(sizeof(T) * 4) RowsMmaQuad {
   uint32_t word[sizeof(T)];
+
+  // Asynchronously; `this` is in shared memory.
+  __device__ void request(const T* at, bool exists) {
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(this));
+    const int size = exists ? sizeof(*this) : 0;  // the rest becomes zero
+    if constexpr (sizeof(T) == 4) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(at), "r"(size) : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(at), "r"(size) : "memory");
+    }
+  }
 
   __device__ void load(const T* at, bool exists) {
 #pragma unroll
@@ -131,28 +143,25 @@ struct RowsMmaQuad {
   }
 };
 
-// One input row of all channels of a group on its way from global to shared memory, as words: a TF32 value, or
-// channels 2 * r and 2 * r + 1 in word row r. In every step of 8 input channels and for each of its warp's strips a
-// thread moves two quads: 4 columns of one word row (16 bits), or of word rows r and r + 4 (TF32); channels last, 8
-// channels of a column. The halo is a few threads' in addition. Where memory has no aligned quads, all is done element
-// by element in store().
+// Input rows of all channels of a group on their way from global to shared memory, as words: a TF32 value, or channels
+// 2 * r and 2 * r + 1 in word row r. In every step of 8 input channels and for each of its warp's strips a thread moves
+// two quads: 4 columns of one word row (16 bits), or of word rows r and r + 4 (TF32); channels last, 8 channels of a
+// column. The halo is a few threads' in addition. A row comes in asynchronously, a unit ahead, to cells that only the
+// thread sees. Where memory has no aligned quads, it is copied element by element when it is needed.
 template <typename T>
-class RowsMmaInputRow {
+class RowsMmaInputRows {
   using Quad = RowsMmaQuad<T>;
   static constexpr int kPerWord = 4 / sizeof(T);
   static constexpr int kWordRows = kRowsMmaStep / kPerWord;  // of a step
   static constexpr int kStrips = rows_mma_strips(sizeof(T));
-  static constexpr int kAhead = 1;  // steps that are held in registers
 
   int x, channel;  // the thread's first quad, relative to the segment and the step
   int64_t offset;  // its place from the segment's column 0 and the group's first channel on, in elements
-  const T* source;
-  int column;
-  Quad ahead[kAhead][kStrips][2];
-  Quad halo[kPerWord];
+  Quad* const cells;
 
  public:
-  __device__ explicit RowsMmaInputRow(const RowsMmaParams& p) {
+  __device__ RowsMmaInputRows(const RowsMmaParams& p, unsigned char* shared)
+      : cells(reinterpret_cast<Quad*>(shared) + threadIdx.x) {
     const int quads = p.tile.columns / 4;
     channel = p.channels_last ? 0 : threadIdx.x / quads;
     x = p.channels_last ? threadIdx.x : (threadIdx.x - channel * quads) * 4;
@@ -160,47 +169,53 @@ class RowsMmaInputRow {
     offset = channel * p.in.channel + x * p.in.axis[2];
   }
 
-  __device__ void load(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y) {
-    source = unit.input_row(p, y);
-    column = unit.column;
-    if (source == nullptr || !p.vector_input) return;
-#pragma unroll
-    for (int step = 0; step < kAhead; ++step) {
-      if (step < p.tile.steps) load_step(p, step, ahead[step]);
+  // Sends for row y.
+  __device__ void request(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y) const {
+    const T* const source = unit.input_row(p, y);
+    if (source != nullptr && p.vector_input) {
+      Quad* cell = cells;
+      for_each_quad(p, source, unit.column, [&](const T* at, bool exists) {
+        cell->request(at, exists);
+        cell += blockDim.x;
+      });
     }
-    if (p.with_halo && has_halo(p)) {
-      const int at = p.channels_last ? halo_column() - p.tile.halo : -p.tile.halo;
-      const int first = p.channels_last ? halo_channel() : threadIdx.x * kPerWord;
-#pragma unroll
-      for (int i = 0; i < kPerWord; ++i) {
-        const int of = first + (p.channels_last ? 4 * i : i);
-        halo[i].load(source + of * p.in.channel + at * p.in.axis[2], of < p.in_channels && is_inside(p, at));
-      }
-    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  __device__ void store(const RowsMmaParams& p, uint32_t* row) const {
+  // Writes what has come.
+  __device__ void store(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y, uint32_t* row) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    const T* const source = unit.input_row(p, y);
     if (source == nullptr) return;
-    if (!p.vector_input) return copy_elements(p, source, column, row);
-    const int pitch = p.tile.row_pitch;
-    if (p.with_halo && has_halo(p)) {
-      if (p.channels_last) {
-        store_channels<kPerWord>(row + halo_channel() / kPerWord * pitch + halo_column(), pitch, halo);
-      } else {
-        store_columns(row + threadIdx.x * pitch, halo);
-      }
-    }
-    row += p.tile.halo + channel / kPerWord * pitch + x;
-#pragma unroll
-    for (int step = 0; step < kAhead; ++step, row += kWordRows * pitch) {
-      if (step < p.tile.steps) store_step(p, row, ahead[step]);
-    }
+    if (!p.vector_input) return copy_elements(p, source, unit.column, row);
+    const Quad* cell = cells;
+    store_quads(p, row, [&](Quad& quad) {
+      quad = *cell;
+      cell += blockDim.x;
+    });
+  }
+
+  // Both at once.
+  __device__ void copy(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y, uint32_t* row) const {
+    const T* const source = unit.input_row(p, y);
+    if (source == nullptr) return;
+    if (!p.vector_input) return copy_elements(p, source, unit.column, row);
+    uint32_t* target = row + first_word(p);
 #pragma unroll 1
-    for (int step = kAhead; step < p.tile.steps; ++step, row += kWordRows * pitch) {
+    for (int step = 0; step < p.tile.steps; ++step, target += kWordRows * p.tile.row_pitch) {
       Quad quads[kStrips][2];
-      load_step(p, step, quads);
-      store_step(p, row, quads);
+      int i = 0;
+      for_each_quad_of_step(p, source, unit.column, step, [&](const T* at, bool exists) {
+        quads[i / 2][i % 2].load(at, exists);
+        ++i;
+      });
+      store_step(p, target, quads);
     }
+    if (!p.tile.with_halo || !has_halo(p)) return;
+    Quad quads[kPerWord];
+    int i = 0;
+    for_each_halo_quad(p, source, unit.column, [&](const T* at, bool exists) { quads[i++].load(at, exists); });
+    store_halo(p, row, quads);
   }
 
  private:
@@ -209,22 +224,68 @@ class RowsMmaInputRow {
   static __device__ int halo_column() { return threadIdx.x % 4; }
   static __device__ int halo_channel() { return threadIdx.x / 4 * (4 * kPerWord); }
 
-  __device__ bool is_inside(const RowsMmaParams& p, int at) const {
-    return static_cast<unsigned>(column + at) < static_cast<unsigned>(p.in_width);
+  static __device__ bool is_inside(const RowsMmaParams& p, int at) {
+    return static_cast<unsigned>(at) < static_cast<unsigned>(p.in_width);
   }
   // From one strip to the next.
   static __device__ int strip_x(const RowsMmaParams& p) { return p.channels_last ? blockDim.x : 0; }
   static __device__ int strip_channel(const RowsMmaParams& p) { return p.channels_last ? 0 : 4 / kStrips * kPerWord; }
+  __device__ int first_word(const RowsMmaParams& p) const {
+    return p.tile.halo + channel / kPerWord * p.tile.row_pitch + x;
+  }
 
-  __device__ void load_step(const RowsMmaParams& p, int step, Quad (&quads)[kStrips][2]) const {
+  template <typename Function>
+  __device__ void for_each_quad_of_step(const RowsMmaParams& p, const T* source, int column, int step,
+                                        Function&& function) const {
     const T* at = source + offset + step * p.step_offset;
     const int between = p.channels_last || kPerWord == 1 ? 4 : 1;
 #pragma unroll
     for (int i = 0; i < kStrips; ++i, at += p.strip_offset) {
       const int first = step * kRowsMmaStep + channel + i * strip_channel(p);
-      const bool inside = is_inside(p, x + i * strip_x(p));
-      quads[i][0].load(at, inside && first < p.in_channels);
-      quads[i][1].load(at + p.quad_offset, inside && first + between < p.in_channels);
+      const bool inside = is_inside(p, column + x + i * strip_x(p));
+      function(at, inside && first < p.in_channels);
+      function(at + p.quad_offset, inside && first + between < p.in_channels);
+    }
+  }
+  template <typename Function>
+  static __device__ void for_each_halo_quad(const RowsMmaParams& p, const T* source, int column, Function&& function) {
+    const int at = p.channels_last ? halo_column() - p.tile.halo : -p.tile.halo;
+    const int first = p.channels_last ? halo_channel() : threadIdx.x * kPerWord;
+#pragma unroll
+    for (int i = 0; i < kPerWord; ++i) {
+      const int of = first + (p.channels_last ? 4 * i : i);
+      function(source + of * p.in.channel + at * p.in.axis[2], of < p.in_channels && is_inside(p, column + at));
+    }
+  }
+  template <typename Function>
+  __device__ void for_each_quad(const RowsMmaParams& p, const T* source, int column, Function&& function) const {
+#pragma unroll 1
+    for (int step = 0; step < p.tile.steps; ++step) for_each_quad_of_step(p, source, column, step, function);
+    if (p.tile.with_halo && has_halo(p)) for_each_halo_quad(p, source, column, function);
+  }
+
+  template <typename Load>
+  __device__ void store_quads(const RowsMmaParams& p, uint32_t* row, Load&& load) const {
+    uint32_t* target = row + first_word(p);
+#pragma unroll 1
+    for (int step = 0; step < p.tile.steps; ++step, target += kWordRows * p.tile.row_pitch) {
+      Quad quads[kStrips][2];
+#pragma unroll
+      for (int i = 0; i < 2 * kStrips; ++i) load(quads[i / 2][i % 2]);
+      store_step(p, target, quads);
+    }
+    if (!p.tile.with_halo || !has_halo(p)) return;
+    Quad quads[kPerWord];
+#pragma unroll
+    for (int i = 0; i < kPerWord; ++i) load(quads[i]);
+    store_halo(p, row, quads);
+  }
+  static __device__ void store_halo(const RowsMmaParams& p, uint32_t* row, const Quad* quads) {
+    if (p.channels_last) {
+      store_channels<kPerWord>(row + halo_channel() / kPerWord * p.tile.row_pitch + halo_column(), p.tile.row_pitch,
+                               quads);
+    } else {
+      store_columns(row + threadIdx.x * p.tile.row_pitch, quads);
     }
   }
 
@@ -294,12 +355,12 @@ __device__ inline int rows_mma_channel(const RowsMmaParams& p, int row, int half
 // last axis][lane]; the bias, and what rows of it alone are copied from: a piece a channel, or one of zeros.
 template <class Traits>
 __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typename Traits::Element>* weights,
-                               float* terms, typename Traits::Element* constants) {
+                               float* terms, typename Traits::Element* constants, typename Traits::Element* outputs) {
   using T = typename Traits::Element;
   const int group = block / p.tile.channel_blocks, first = (block - group * p.tile.channel_blocks) * kRowsMmaChannels;
   const int taps = p.height_kernel * Traits::kKernel;
   const T* const weight =
-      static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.in_channels * p.out_channels * taps;
+      static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.in_channels * p.group_out * taps;
   for (int i = threadIdx.x; i < taps * p.tile.steps * 32; i += blockDim.x) {
     const int row = i / 32 / Traits::kKernel, height_tap = row / p.tile.steps;
     const int tap = height_tap * Traits::kKernel + i / 32 % Traits::kKernel;
@@ -307,8 +368,8 @@ __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typena
     weights[i] = make_left<T>(i % 32 / 4, i % 4, [&](int mma_row, int in) {
       const int out = first + rows_mma_channel(p, mma_row % 8, mma_row / 8);
       in += step * kRowsMmaStep;
-      return out < p.out_channels && in < p.in_channels ? __ldg(weight + (in * p.out_channels + out) * taps + tap)
-                                                        : from_accumulator<T>(0.f);
+      const bool exists = out < p.out_channels && in < p.in_channels && in / p.group_in == out / p.group_out;
+      return exists ? __ldg(weight + (in * p.group_out + out % p.group_out) * taps + tap) : from_accumulator<T>(0.f);
     });
   }
   const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
@@ -320,6 +381,9 @@ __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typena
   const int piece = p.tile.constant_bytes / sizeof(T), pieces = p.bias == nullptr ? 1 : kRowsMmaChannels;
   for (int i = threadIdx.x; i < piece * pieces; i += blockDim.x) {
     constants[i] = from_accumulator<T>(term(i / piece));
+  }
+  for (int i = threadIdx.x; i < p.tile.output_pitch * kRowsMmaChannels; i += blockDim.x) {
+    outputs[i] = from_accumulator<T>(term(i / p.tile.output_pitch));
   }
 }
 

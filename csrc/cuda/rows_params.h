@@ -13,9 +13,9 @@ constexpr int kRowsWarps = 4;
 constexpr int kRowsThreads = 32 * kRowsWarps;
 constexpr int kRowsQuads = 4;  // of output channels, in one block
 
-// A block makes one data row (an output row whose phase can have taps) of up to 16 output channels, kRowColumns bases
-// of the last axis and a few more outputs beyond them, and stores the constant rows that follow it. Data rows are
-// first_row + i * row_step; the output rows between them are bias and nothing else.
+// Tensors are channels_last. A block makes one data row (an output row whose phase can have taps) of up to 16 output
+// channels, kRowColumns bases of the last axis and a few more outputs beyond them, and stores its share of the constant
+// rows that follow. Data rows are first_row + i * row_step; the output rows between them are bias and nothing else.
 struct RowsParams {
   const float* input;
   const float* weight;
@@ -28,9 +28,8 @@ struct RowsParams {
   int in_height, in_width, out_height, out_width;
   int padding, first_base, bases, segments;  // of the last axis
   int kernel_height, row_dilation;           // row_dilation: input rows between neighbouring taps of a phase
-  int first_row, last_row, row_step, rows;   // data rows
-  int leading, gap, trailing;                // constant outputs of a plane before, between and after data rows
-  int leading_lines, gap_lines, trailing_lines;  // of them, how many a data row may take: a line's, or none
+  int first_row, row_step, rows;             // data rows
+  int leading, gap, trailing;                // constant pixels before, between and after the data rows of a sample
   int row_phase;                             // (first_row + padding) / row_step
   int row_inverse;                           // of dilation / gcd modulo stride / gcd, along the height
   bool tapless;                              // no output row has a phase with taps: row 0 stands for a data row
@@ -39,10 +38,10 @@ struct RowsParams {
   int block_groups, block_quads;    // groups of a block, channel quads of each in the block
   int quad_blocks, channel_blocks;  // blocks of one group, of all
   int channel_chunk, tap_chunk;     // staged at once
-  int weight_slot, input_slot;      // floats of one tap's weights, of its inputs
-  bool vector_input;   // rows (channels_last: pixels) can be copied 16 bytes at a time
-  bool vector_output;  // channels_last: four channels can be stored at once
-  int constant_pitch;  // floats that are stored at once from the constant buffer; 0: store them from registers
+  int weight_slot;                  // floats of one tap's weights
+  bool vector_input;                // four channels of a pixel can be loaded at once
+  bool vector_output;               // and stored
+  int constant_pitch;               // floats of whole pixels that are stored in bulk; 0: store them one by one
   // A burst of blocks fetches the input of the next one into the L2 cache, all at once: reads that trickle into a
   // stream of stores cost far more than their bytes. 0: the input is small.
   int64_t input_bytes;

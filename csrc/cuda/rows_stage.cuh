@@ -2,15 +2,15 @@
 #pragma once
 
 #include "device/bulk.cuh"
+#include "device/copy.cuh"
 #include "rows_params.h"
 
 namespace fastconvt::cuda {
 
 constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
 
-template <int index, bool kChannelsLast_, bool kWhole_>
+template <int index, bool kWhole_>
 struct RowsTraits {
-  static constexpr bool kChannelsLast = kChannelsLast_;
   // Taps and channels are staged at once, nothing is beyond the columns: the common case, in less code.
   static constexpr bool kWhole = kWhole_;
   static constexpr int kKernel = kRowShapes[index].kernel;
@@ -19,6 +19,12 @@ struct RowsTraits {
   // Tap t is of phase t * d mod s and reads the input at base - entry(t).
   FASTCONVT_HOST_DEVICE static constexpr int phase(int t) { return t * kDilation % kStride; }
   FASTCONVT_HOST_DEVICE static constexpr int entry(int t) { return t * kDilation / kStride; }
+  FASTCONVT_HOST_DEVICE static constexpr bool has_taps(int r) {
+    for (int t = 0; t < kKernel; ++t) {
+      if (phase(t) == r) return true;
+    }
+    return false;
+  }
   static constexpr int kMaxEntry = (kKernel - 1) * kDilation / kStride;
   // The taps of one phase are kTapStep apart and read inputs kEntryStep apart.
   static constexpr int kGcd = std::gcd(kStride, kDilation);
@@ -26,29 +32,21 @@ struct RowsTraits {
   static constexpr int kEntryStep = kDilation / kGcd;
   static constexpr int kMaxTaps = (kKernel + kTapStep - 1) / kTapStep;
 
-  // A thread owns 4 channels of kChunks columns. A warp's lanes are neighbouring columns; in channels_last, four lanes
-  // are the channel quads of a pixel, so that a warp stores whole sectors.
+  // A thread owns 4 channels of kChunks columns. Four lanes are the channel quads of a pixel, so that a warp stores
+  // whole sectors; its pixels are neighbours.
   static constexpr int kChunks = 8;
   static constexpr int kColumns = kRowColumns;
-  static constexpr int kColumnStep = kChannelsLast ? 8 : 32;
+  static constexpr int kColumnStep = 8;
   static constexpr int kTail = row_tail_columns(kStride);
 
-  // Staged inputs: rows of kInputPitch columns; in channels_last, of pixels of kPixelPitch floats, which keeps the
-  // columns of a warp in different banks.
+  // Staged inputs: rows of kInputPitch pixels of kPixelPitch floats, which keeps the pixels of a warp in different
+  // banks.
   static constexpr int kInputPitch = round_up(kColumns + kMaxEntry + 3 + kTail, 4);
   static constexpr int kPixelChannels = 8;
   static constexpr int kPixelPitch = 12;
-  static constexpr int kChannelStep = kChannelsLast ? 1 : kInputPitch;
-  static constexpr int kColumnPitch = kChannelsLast ? kPixelPitch : 1;
+  static constexpr int kInputSlot = kInputPitch * kPixelPitch;
   // Staged weights of a (tap, input channel, quad): kernel x 4 channels. Quads stand in different banks.
   static constexpr int kQuadPitch = 4 * kKernel + (kKernel % 4 == 0 ? 4 : 0);
-
-  // Staged outputs of a channel, as they stand in the lines of the memory: up to kStride - 1 before the first output, up
-  // to 31 constants, the outputs, and constants up to the end of a line.
-  static constexpr int kOutputSlack = 32;
-  static constexpr int kOutputPitch = kOutputSlack + round_up(31 + kStride * (kColumns + (kWhole ? 0 : kTail)), 32);
-  static constexpr int kOutputs = kChannelsLast ? 0 : 4 * kRowsQuads * kOutputPitch;
-  static_assert(kStride <= kOutputSlack);
 
   static constexpr int kConstants = kStride * kColumns;  // floats from which constant outputs are stored
 };
@@ -57,7 +55,7 @@ struct RowsTraits {
 struct RowsTaps {
   int output_row;
   int first, count;  // first + j * step
-  int input_row;  // that the first of them reads; the j-th reads j * row_dilation before
+  int input_row;     // that the first of them reads; the j-th reads j * row_dilation before
 
   // row_step * (row_phase + row) = output_row + padding = stride * q + row_step * phase.
   __device__ static RowsTaps make(const RowsParams& p, int row) {
@@ -95,16 +93,9 @@ struct RowsBlock {
     RowsBlock b;
     int rest = p.by_segment(index);
     b.segment = index;
-    if constexpr (Traits::kChannelsLast) {
-      const int next = p.by_channel_block(rest);
-      b.channel_block = rest;
-      b.row = next;
-      b.batch = p.by_row(b.row);
-    } else {
-      b.channel_block = p.by_row(rest);
-      b.row = rest;
-      b.batch = p.by_channel_block(b.channel_block);
-    }
+    b.row = p.by_channel_block(rest);
+    b.channel_block = rest;
+    b.batch = p.by_row(b.row);
     b.quad = b.channel_block;
     b.group = p.by_quad_block(b.quad) * p.block_groups;
     b.quad *= p.block_quads;
@@ -128,15 +119,13 @@ struct RowsBlock {
   __device__ int64_t first_channel(const RowsParams& p, int group, int quad) const {
     return static_cast<int64_t>(this->group + group) * p.out_channels + 4 * (this->quad + quad);
   }
+  __device__ float bias(const RowsParams& p, int group, int quad, int c) const {
+    const bool exists = p.bias != nullptr && channel_exists(p, group, quad, c);
+    return exists ? __ldg(p.bias + first_channel(p, group, quad) + c) : 0.0f;
+  }
   // Where an output row of a channel starts.
   __device__ float* row_of(const RowsParams& p, int64_t channel, int output_row) const {
-    return p.output + batch * p.output_stride.batch + channel * p.output_stride.channel +
-           output_row * p.output_stride.axis[1];
-  }
-
-  __device__ int output_begin(const RowsParams& p, int stride) const { return max(0, base * stride - p.padding); }
-  __device__ int output_end(const RowsParams& p, int stride) const {
-    return min(p.out_width, (base + columns + tail) * stride - p.padding);
+    return p.output + batch * p.output_stride.batch + output_row * p.output_stride.axis[1] + channel;
   }
 };
 
@@ -150,7 +139,6 @@ struct RowsColumns {
   __device__ static RowsColumns make(const RowsParams& p, const RowsBlock& b) {
     RowsColumns c;
     c.first = b.base - Traits::kMaxEntry;
-    if (!Traits::kChannelsLast) c.first &= ~3;
     c.end = b.base + b.columns + b.tail;
     c.low = min(max(c.first, 0), c.end);
     c.high = max(min(c.end, p.in_width), c.low);
@@ -158,48 +146,7 @@ struct RowsColumns {
   }
 };
 
-// How a thread stages rows of contiguous inputs: a warp a channel, and the next one kRowsWarps further.
-template <class Traits>
-struct RowsStager {
-  const float* source;  // of channel `warp` of the block and input row 0, at the thread's first column
-  int64_t step;         // to the next channel of the warp
-  int target, columns;  // place of that column in a channel's row, columns from there on that exist
-  int cleared;          // place that the thread clears: fewer than 32 columns do not exist
-  bool clears;
-
-  __device__ RowsStager(const RowsParams& p, const RowsBlock& b) {
-    const RowsColumns c = RowsColumns::make<Traits>(p, b);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int begin = c.low + (p.vector_input ? 4 * lane : lane), before = c.low - c.first;
-    source = p.input + b.batch * p.input_stride.batch +
-             (static_cast<int64_t>(b.group) * p.in_channels + warp) * p.input_stride.channel + begin;
-    step = kRowsWarps * p.input_stride.channel;
-    target = warp * Traits::kInputPitch + begin - c.first;
-    columns = c.high - begin;
-    cleared = warp * Traits::kInputPitch + (lane < before ? lane : c.high - c.first + lane - before);
-    clears = lane < before + c.end - c.high;
-  }
-
-  __device__ void stage(const RowsParams& p, int row, int channel, int channels, float* slot, uint64_t policy) const {
-    const float* from = source + row * p.input_stride.axis[1] + channel * p.input_stride.channel;
-    const int left = channels - static_cast<int>(threadIdx.x / 32);
-#pragma unroll 1
-    for (int c = 0; c < left; c += kRowsWarps, from += step, slot += kRowsWarps * Traits::kInputPitch) {
-      if (p.vector_input) {
-#pragma unroll
-        for (int i = 0; i < Traits::kInputPitch; i += 128) {
-          if (i < columns) copy_16_async(slot + target + i, from + i, policy);
-        }
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < columns; i += 32) copy_4_async(slot + target + i, from + i);
-      }
-      if (clears) slot[cleared] = 0;
-    }
-  }
-};
-
-// Channels_last: the channels of a pixel stay neighbours.
+// One input row of `channels` channels; `input` is that of the first one. The channels of a pixel stay neighbours.
 template <class Traits>
 __device__ inline void stage_pixels(const RowsParams& p, const RowsColumns& columns, int channels, const float* input,
                                     float* slot, uint64_t policy) {
@@ -227,7 +174,8 @@ __device__ inline void stage_pixels(const RowsParams& p, const RowsColumns& colu
   }
 }
 
-// Stages weights, transposed to [channel][quad][tap of the last axis][4 channels]. A thread keeps to one output channel.
+// Stages weights, transposed to [channel][quad][tap of the last axis][4 channels]. A thread keeps to one output
+// channel.
 template <class Traits>
 struct RowsWeightStager {
   static constexpr int kStep = kRowsThreads / 16;  // channels

@@ -9,14 +9,13 @@ namespace fastconvt::cuda {
 namespace {
 
 // Blocks that the device holds at a time.
-int64_t resident_blocks(const RowsWeightGradientTile& tile) {
+int64_t resident_blocks() {
   int device = 0, processors = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess || processors < 1) {
     processors = 128;
   }
-  const int blocks = weight_gradient_blocks(static_cast<int>(tile.matrix_rows), static_cast<int>(tile.matrix_columns));
-  return processors * (tile.shared_bytes <= kRowsTargetBytes[0] ? blocks : 2);
+  return processors * kWeightGradientBlocks;
 }
 
 int64_t blocks_per_split(const Problem& problem, const RowsWeightGradientTile& tile) {
@@ -27,7 +26,7 @@ int64_t blocks_per_split(const Problem& problem, const RowsWeightGradientTile& t
 int64_t count_splits(const Problem& problem, const RowsWeightGradientTile& tile) {
   constexpr int64_t kMaxElements = int64_t{8} << 20;  // of all partial sums together
   const int64_t rows = problem.batch * problem.axis[1].in * rows_divide_up(problem.axis[2].in, tile.positions);
-  const int64_t splits = std::min({resident_blocks(tile) / blocks_per_split(problem, tile), rows_divide_up(rows, 4),
+  const int64_t splits = std::min({resident_blocks() / blocks_per_split(problem, tile), rows_divide_up(rows, 4),
                                    kMaxElements / problem.weight_elements()});
   return std::max<int64_t>(1, splits);
 }
@@ -76,7 +75,7 @@ cudaError_t launch_kernel(Kernel kernel, const RowsWeightGradientParams& p, int6
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   const int64_t blocks = int64_t{p.splits} * p.group_blocks * p.classes * p.out_chunks * p.in_chunks;
-  kernel<<<static_cast<unsigned>(blocks), kRowsThreads, shared, stream>>>(p);
+  kernel<<<static_cast<unsigned>(blocks), kWeightGradientThreads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 

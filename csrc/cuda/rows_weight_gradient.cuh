@@ -6,118 +6,35 @@
 // class: first, first + tap_step, ...) meet the same rows: j(q) = q * stride + first * dilation - padding, and tap
 // number i of the class takes the input row y = q - i * offset_step there. A block keeps one class and walks down q:
 // one row of the output's gradient enters a ring of stages, one input row a ring of slots. The product of a row is (co,
-// kw) by positions times positions by (tap, ci); a warp takes every fourth part of the positions and owns all sums.
+// kw) by positions times positions by (tap, ci). A warp takes one of the block's groups and a share of the positions,
+// and owns all sums of these. Other warps do nothing but copy.
 #pragma once
 
-#include "rows_gradient.cuh"
+#include "rows_weight_gradient_walk.cuh"
 
 namespace fastconvt::cuda {
-
-// Blocks of a multiprocessor: what registers allow.
-constexpr int weight_gradient_blocks(int rows, int columns) { return rows > 2 && columns == 3 ? 2 : 3; }
-
-struct RowsWeightGradientParams {
-  AxisParams height, width;
-  RowSource grad, input;
-  float* partial;  // (splits, weight elements)
-  void* output;
-  int64_t weight_elements;
-  int splits;
-  int batch;
-  int group_blocks;
-  int in_channels, out_channels;  // of a group
-  int segments;
-  // The tile (RowsWeightGradientTile).
-  int groups, positions, tile_out, tile_in, out_chunks, in_chunks, classes;
-  int columns, grad_pitch, input_columns, input_pitch;
-  int reach, stages, input_slots;
-};
-
-// What a block sums: output channels out .. out + outs - 1 and input channels in .. in + ins - 1 of p.groups groups,
-// and the taps of a class.
-struct WeightGradientBlock {
-  int split, group, out, outs, in, ins;  // the first group
-  int first_tap, taps;
-  int begin, rows;  // its q: begin .. begin + rows - 1
-
-  __device__ explicit WeightGradientBlock(const RowsWeightGradientParams& p) {
-    int index = blockIdx.x;
-    in = index % p.in_chunks * p.tile_in;
-    index /= p.in_chunks;
-    out = index % p.out_chunks * p.tile_out;
-    index /= p.out_chunks;
-    first_tap = index % p.classes;
-    index /= p.classes;
-    group = index % p.group_blocks * p.groups;
-    split = index / p.group_blocks;
-    ins = min(p.tile_in, p.in_channels - in);
-    outs = min(p.tile_out, p.out_channels - out);
-    taps = (p.height.kernel - 1 - first_tap) / p.height.tap_step() + 1;
-    // 0 <= j(q) < out, and 0 <= q - i * offset_step < in for some tap.
-    const int64_t shift = static_cast<int64_t>(p.height.padding) - first_tap * p.height.dilation;
-    const int64_t first = shift > 0 ? (shift + p.height.stride - 1) / p.height.stride : 0;
-    const int64_t end = p.height.out + shift > 0 ? (p.height.out + shift - 1) / p.height.stride + 1 : 0;
-    begin = static_cast<int>(first);
-    rows = static_cast<int>(
-        max(int64_t{0}, min(end, p.height.in + (taps - 1) * static_cast<int64_t>(p.height.offset_step())) - first));
-  }
-};
-
-// The walk of a block over its rows: down q, then over segments of the width, then over the batch. Each column begins
-// `reach` - 1 steps early, with input rows alone.
-struct RowWalk {
-  int batch, segment;
-  int q, first, end;  // sums from `first` on
-  int64_t left;       // rows of this column and those after it
-
-  __device__ RowWalk(const RowsWeightGradientParams& p, const WeightGradientBlock& block) {
-    const int64_t all = static_cast<int64_t>(p.batch) * p.segments * block.rows;
-    const int64_t from = all * block.split / p.splits;
-    left = all * (block.split + 1) / p.splits - from;
-    if (left == 0) return;
-    const int64_t column = from / block.rows;
-    batch = static_cast<int>(column / p.segments);
-    segment = static_cast<int>(column - static_cast<int64_t>(batch) * p.segments);
-    begin_column(p, block, block.begin + static_cast<int>(from - column * block.rows));
-  }
-
-  __device__ void begin_column(const RowsWeightGradientParams& p, const WeightGradientBlock& block, int from) {
-    first = from;
-    end = static_cast<int>(min(static_cast<int64_t>(block.begin) + block.rows, first + left));
-    q = first - (p.reach - 1);
-  }
-
-  __device__ bool sums() const { return q >= first; }
-
-  __device__ void next(const RowsWeightGradientParams& p, const WeightGradientBlock& block) {
-    if (++q < end) return;
-    left -= end - first;
-    if (left == 0) return;
-    if (++segment == p.segments) segment = 0, ++batch;
-    begin_column(p, block, block.begin);
-  }
-};
 
 template <typename T, RowsOperands kOperands, int kRows, int kColumns>
 struct WeightGradientSums {
   float sum[kRows][kColumns][4] = {};
 
-  // Adds `steps` times 8 positions: grad points at this lane's first one, input[column] too.
-  __device__ __forceinline__ void add(const T* grad, const int (&offset)[kRows][2], const T* const (&input)[kColumns],
-                                      int stride, int steps) {
+  // Adds `steps` times 8 positions. The pointers are this lane's first elements. What moves on is the same in all
+  // lanes, so that it needs no arithmetic of theirs.
+  __device__ __forceinline__ void add(const T* const (&grad)[kRows][2], const T* const (&input)[kColumns], int stride,
+                                      int steps) {
     constexpr int kPair = kRows <= 2 ? 2 : 1;  // what registers allow
     int step = 0;
 #pragma unroll 1
-    for (; step + kPair <= steps; step += kPair) add_steps<kPair>(grad, offset, input, stride, step);
-    if (kPair > 1 && step < steps) add_steps<1>(grad, offset, input, stride, step);
+    for (; step + kPair <= steps; step += kPair) add_steps<kPair>(grad, input, stride, step);
+    if (kPair > 1 && step < steps) add_steps<1>(grad, input, stride, step);
   }
 
   // The matrix unit sums the small products of all kSteps steps first.
   template <int kSteps>
-  __device__ __forceinline__ void add_steps(const T* grad, const int (&offset)[kRows][2],
-                                            const T* const (&input)[kColumns], int stride, int first) {
+  __device__ __forceinline__ void add_steps(const T* const (&grad)[kRows][2], const T* const (&input)[kColumns],
+                                            int stride, int first) {
     constexpr bool kSplit = kOperands == RowsOperands::kSplit;
-    grad += first * 8 * stride;
+    const int first_moved = first * 8 * stride * static_cast<int>(sizeof(T));
     Tf32Pair b[kSteps][kColumns][2];
 #pragma unroll
     for (int i = 0; i < kSteps * kColumns * 2; ++i) {
@@ -129,7 +46,8 @@ struct WeightGradientSums {
       uint32_t high[kSteps][4], low[kSteps][4];
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) {
-        const T* element = grad + offset[row][i % 2] + (i / 2 * 4) * stride;
+        const int moved = first_moved + i / 2 * 4 * stride * static_cast<int>(sizeof(T));
+        const T* element = reinterpret_cast<const T*>(reinterpret_cast<const char*>(grad[row][i % 2]) + moved);
         const Tf32Pair pair = split_tf32<kOperands>(to_accumulator(*element));
         high[i / 4][i % 4] = pair.high;
         low[i / 4][i % 4] = pair.low;
@@ -170,7 +88,8 @@ __device__ __forceinline__ void store_partial(const RowsWeightGradientParams& p,
   constexpr int kSums = kRows * kColumns * 128;
   float* partial = p.partial + block.split * p.weight_elements;
   const int kernel_width = p.width.kernel;
-  for (int e = threadIdx.x; e < p.groups * block.ins * block.outs * block.taps * kernel_width; e += kRowsThreads) {
+  for (int e = threadIdx.x; e < p.groups * block.ins * block.outs * block.taps * kernel_width;
+       e += kWeightGradientThreads) {
     int index = e;
     const int kw = index % kernel_width;
     index /= kernel_width;
@@ -179,7 +98,8 @@ __device__ __forceinline__ void store_partial(const RowsWeightGradientParams& p,
     const int co = index % block.outs;
     index /= block.outs;
     const int ci = index % block.ins, group = index / block.ins;
-    const int row = co * kernel_width + kw, column = tap * p.tile_in + ci;  // of the product
+    const int row = co * kernel_width + kw,
+              column = tap * p.tile_in + ci;  // of the product
     const int place =
         ((row / 16 * kColumns + column / 8) * 4 + row % 16 / 8 * 2 + column % 2) * 32 + row % 8 * 4 + column % 8 / 2;
     float sum = 0;
@@ -190,112 +110,97 @@ __device__ __forceinline__ void store_partial(const RowsWeightGradientParams& p,
   }
 }
 
-template <typename T, RowsOperands kOperands, int kRows, int kColumns>
-__global__ void __launch_bounds__(kRowsThreads, weight_gradient_blocks(kRows, kColumns))
-    rows_weight_gradient_kernel(const __grid_constant__ RowsWeightGradientParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int grad_channel = p.tile_out * p.grad_pitch, input_channel = p.tile_in * p.input_pitch;  // of one group
-  const int grad_elements = p.groups * grad_channel, input_elements = p.groups * input_channel;
-  T* stages = reinterpret_cast<T*>(shared);
-  T* inputs = stages + p.stages * grad_elements;
-  const WeightGradientBlock block(p);
+// What the other warps do.
+template <RowsOperands kOperands, int kRows, int kColumns, typename T>
+__device__ __forceinline__ void add_rows(const RowsWeightGradientParams& p, const WeightGradientBlock& block,
+                                         const WeightGradientRings<T>& rings,
+                                         WeightGradientSums<T, kOperands, kRows, kColumns>& sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
-  const T* grad = static_cast<const T*>(p.grad.data) +
-                  static_cast<int64_t>(block.group * p.out_channels + block.out) * p.grad.channel;
-  const T* input = static_cast<const T*>(p.input.data) +
-                   static_cast<int64_t>(block.group * p.in_channels + block.in) * p.input.channel;
-  RowWalk ahead(p, block);
-  int ahead_stage = 0, ahead_slot = 0;
-  const auto stage_next = [&] {
-    if (ahead.left > 0) {
-      const int x = ahead.segment * p.positions, y = ahead.q;
-      const bool exists = y >= 0 && y < p.height.in;
-      stage_row(p.input,
-                input + ahead.batch * p.input.batch + (exists ? static_cast<int64_t>(y) * p.input.row : int64_t{0}), x,
-                p.input_columns, p.groups * p.tile_in, exists ? p.groups * block.ins : 0, p.input_pitch,
-                inputs + ahead_slot * input_elements);
-      if (ahead.sums()) {
-        const int j = y * p.height.stride + block.first_tap * p.height.dilation - p.height.padding;
-        stage_row(p.grad, grad + ahead.batch * p.grad.batch + static_cast<int64_t>(j) * p.grad.row,
-                  x * p.width.stride - p.width.padding, p.columns, p.groups * p.tile_out, p.groups * block.outs,
-                  p.grad_pitch, stages + ahead_stage * grad_elements);
-      }
-      ahead.next(p, block);
-      if (++ahead_stage == p.stages) ahead_stage = 0;
-      if (++ahead_slot == p.input_slots) ahead_slot = 0;
-    }
-    commit_copies();
-  };
-  for (int i = 1; i < p.stages; ++i) stage_next();
-
-  // This lane's rows (co, kw) and columns (tap, ci) of the product; those in excess repeat the first one. Where the
-  // group's first channel has the skew 0, a row has row_skew, packed with its offset, and a column column_skew.
-  constexpr int kSkewBits = 3;
+  // This lane's rows (co, kw) and columns (tap, ci) of the product; those in excess repeat the first one. An offset is
+  // packed with the skew of the channel, relative to the group's first one.
+  constexpr int kSkewBits = 3, kSlotShift = 20;
   const int group = warp % p.groups;  // of the block's
   const int steps = p.positions * p.groups / (8 * kRowsWarps);
   const int first_position = warp / p.groups * steps * 8;
-  int packed_offset[kRows][2], slots_back[kColumns], input_offset[kColumns];
-  unsigned column_skew[kColumns];
+  int packed_row[kRows][2], packed_column[kColumns];
 #pragma unroll
   for (int i = 0; i < 2 * kRows; ++i) {
     const int row = i * 8 + lane / 4;
     int co = row / p.width.kernel, kw = row - co * p.width.kernel;
     if (co >= p.tile_out) co = kw = 0;
     const int offset = co * p.grad_pitch + kw * p.width.dilation;
-    packed_offset[i / 2][i % 2] = offset << kSkewBits | skew_of(p.grad, co * static_cast<unsigned>(p.grad.channel));
+    packed_row[i / 2][i % 2] = offset << kSkewBits | skew_of(p.grad, co * static_cast<unsigned>(p.grad.channel));
   }
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     const int column = i * 8 + lane / 4;
     const int tap = column / p.tile_in, ci = column - tap * p.tile_in;
-    slots_back[i] = tap < block.taps ? tap * p.height.offset_step() : 0;
-    input_offset[i] = group * input_channel + ci * p.input_pitch + first_position + lane % 4;
-    column_skew[i] = ci * static_cast<unsigned>(p.input.channel) - slots_back[i] * static_cast<unsigned>(p.input.row);
+    const int slots_back = tap < block.taps ? tap * p.height.offset_step() : 0;
+    packed_column[i] = slots_back << kSlotShift | ci * p.input_pitch << kSkewBits |
+                       skew_of(p.input, ci * static_cast<unsigned>(p.input.channel));
   }
-  const int grad_offset = group * grad_channel + (first_position + lane % 4) * p.width.stride;
+  const int input_offset = group * rings.input_elements / p.groups + first_position + lane % 4;
+  const int grad_offset = group * rings.grad_elements / p.groups + (first_position + lane % 4) * p.width.stride;
   const unsigned grad_index =
-      memory_index(grad) + group * p.out_channels * static_cast<unsigned>(p.grad.channel) +
+      memory_index(rings.grad) + group * p.out_channels * static_cast<unsigned>(p.grad.channel) +
       (block.first_tap * p.height.dilation - p.height.padding) * static_cast<unsigned>(p.grad.row) - p.width.padding;
-  const unsigned input_index = memory_index(input) + group * p.in_channels * static_cast<unsigned>(p.input.channel);
+  const unsigned input_index =
+      memory_index(rings.input) + group * p.in_channels * static_cast<unsigned>(p.input.channel);
 
-  WeightGradientSums<T, kOperands, kRows, kColumns> sums;
   int stage = 0, slot = 0;
   for (RowWalk walk(p, block); walk.left > 0; walk.next(p, block)) {
-    wait_for_groups(p.stages - 2);
-    __syncthreads();
-    stage_next();
+    meet();
     if (walk.sums()) {
       const unsigned grad_at = grad_index + walk.batch * static_cast<unsigned>(p.grad.batch) +
                                walk.q * p.height.stride * static_cast<unsigned>(p.grad.row) +
                                walk.segment * p.positions * p.width.stride;
       const unsigned input_at = input_index + walk.batch * static_cast<unsigned>(p.input.batch) +
                                 walk.q * static_cast<unsigned>(p.input.row) + walk.segment * p.positions;
-      int offset[kRows][2];
+      const T* rows[kRows][2];
 #pragma unroll
       for (int i = 0; i < 2 * kRows; ++i) {
-        const int packed = packed_offset[i / 2][i % 2];
-        offset[i / 2][i % 2] = (packed >> kSkewBits) + skew_of(p.grad, grad_at + packed);
+        const int packed = packed_row[i / 2][i % 2];
+        rows[i / 2][i % 2] = rings.stages + stage * rings.grad_elements + grad_offset + (packed >> kSkewBits) +
+                             skew_of(p.grad, grad_at + packed);
       }
       const T* columns[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        int from = slot - slots_back[i];
-        if (from < 0) from += p.input_slots;
-        columns[i] = inputs + from * input_elements + input_offset[i] + skew_of(p.input, input_at + column_skew[i]);
+        const int slots_back = packed_column[i] >> kSlotShift;
+        const int offset = packed_column[i] % (1 << kSlotShift);
+        const int from = slot - slots_back + (slot < slots_back ? p.input_slots : 0);
+        const unsigned index = input_at + offset - slots_back * static_cast<unsigned>(p.input.row);
+        columns[i] =
+            rings.inputs + from * rings.input_elements + input_offset + (offset >> kSkewBits) + skew_of(p.input, index);
       }
-      sums.add(stages + stage * grad_elements + grad_offset, offset, columns, p.width.stride, steps);
+      sums.add(rows, columns, p.width.stride, steps);
     }
     if (++stage == p.stages) stage = 0;
     if (++slot == p.input_slots) slot = 0;
   }
-  wait_for_groups(0);
-  __syncthreads();
+}
+
+template <typename T, RowsOperands kOperands, int kRows, int kColumns>
+__global__ void __launch_bounds__(kWeightGradientThreads, kWeightGradientBlocks)
+    rows_weight_gradient_kernel(const __grid_constant__ RowsWeightGradientParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(16) unsigned char shared[];
+  const WeightGradientBlock block(p, blockIdx.x);
+  const WeightGradientRings<T> rings(p, block, shared);
   float* saved = reinterpret_cast<float*>(shared);
-  sums.save(saved + warp * kRows * kColumns * 128 + lane);
-  __syncthreads();
-  store_partial<kRows, kColumns>(p, block, saved);
+  if (threadIdx.x >= kRowsThreads) {
+    copy_rows(p, block, rings);
+    meet();
+  } else {
+    WeightGradientSums<T, kOperands, kRows, kColumns> sums;
+    add_rows(p, block, rings, sums);
+    meet();  // everyone has done with the rings
+    sums.save(saved + threadIdx.x / 32 * kRows * kColumns * 128 + threadIdx.x % 32);
+  }
+  meet();
+  int index;  // found out again, so that no register holds it or what follows from it
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  store_partial<kRows, kColumns>(p, WeightGradientBlock(p, index), saved);
 #endif
 }
 
@@ -308,7 +213,8 @@ __device__ __forceinline__ double weight_gradient_share(const RowsWeightGradient
   element /= p.width.kernel;
   const int kh = static_cast<int>(element % p.height.kernel);
   element /= p.height.kernel;
-  const int64_t co = element % p.out_channels, ci = element / p.out_channels;  // ci counts over all groups
+  const int64_t co = element % p.out_channels,
+                ci = element / p.out_channels;  // ci counts over all groups
   const T* input = static_cast<const T*>(p.input.data) + ci * p.input.channel;
   const T* grad = static_cast<const T*>(p.grad.data) + (ci / p.in_channels * p.out_channels + co) * p.grad.channel;
   double sum = 0;

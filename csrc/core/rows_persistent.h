@@ -1,0 +1,170 @@
+// The persistent row family on tensor cores: what it can make, and what a block holds. Plain C++17: no Torch, no CUDA.
+//
+// A block makes whole output rows of the last axis (or a segment of one) for 16 output channels of a group, all phases
+// of the last axis at once: an MMA's rows are output channels, its columns bases, and a tap of the last axis is one MMA
+// for 8 input channels and 8 bases. The last axis' kernel, stride and dilation are compile-time; everything else is
+// not.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <string>
+
+#include "rows_mma.h"
+
+namespace fastconvt {
+
+inline constexpr int kRowsPersistentMakers = 8;   // warps that multiply, at most
+inline constexpr int kRowsPersistentStorers = 4;  // warps that store, at most
+inline constexpr int kRowsPersistentFeeders = 2;  // warps that load, at most
+inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
+inline constexpr int kRowsPersistentColumns = 256;
+inline constexpr int64_t kRowsPersistentShared = 226 * 1024;
+
+inline constexpr int kRowsPersistentTiles = 4;  // of 8 bases, that a warp makes at a time
+// Output rows that a team stages: one is stored while the next is made.
+inline constexpr int kRowsPersistentStages = 2;
+
+struct RowsPersistentTile {
+  int steps;           // of kRowsMmaStep input channels
+  int channel_blocks;  // of kRowsMmaChannels output channels, in a group
+  int team_warps;      // that make a row together
+  int teams;           // that make rows at the same time
+  int storers;         // warps that store
+  int feeders;         // warps that load
+  int rows;            // of a base's output rows, those that are no constants
+  int first_base;      // of the height, the first one with such a row
+  int bases;           // with such rows, in an image; one more may come before and after
+  int segments;        // of a row
+  int columns;         // bases of a segment
+  int base;            // of the last axis, the first one of segment 0: a multiple of 8
+  int span;            // input rows that one base of the height reads: its own and those before it
+  int chunk;           // bases of the height, at most, for which inputs are loaded at once
+  int parts;           // chunks of an output image
+  int row_pitch;       // elements between staged input channels; an odd multiple of 16 bytes, or 8 words modulo 32
+  int output_pitch;    // elements between staged output channels
+  int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where there is no bias
+  // Shared memory in bytes, and where its parts begin. The bias and the weights come first.
+  int inputs, input_bytes;  // of a chunk, twice
+  // Barriers: two for inputs that are there and two for those that are done with, then the same for staged outputs.
+  int outputs, constants, barriers, shared_bytes;
+};
+
+// The bases with rows that are no constants. All phases of the first and the last base of an image need not exist.
+inline void rows_persistent_bases(const Axis& height, RowsPersistentTile& t) {
+  const int64_t first = height.base(0), last = height.base(height.out() - 1);
+  const auto has_rows = [&](int64_t base) {
+    bool any = false;
+    for (int64_t r = 0; r < height.stride; ++r) {
+      const int64_t y = base * height.stride + r - height.padding;
+      any = any || (y >= 0 && y < height.out() && height.first_tap(r) < height.kernel);
+    }
+    return any;
+  };
+  for (int64_t r = 0; r < height.stride; ++r) t.rows += height.first_tap(r) < height.kernel ? 1 : 0;
+  t.first_base = static_cast<int>(first < last && !has_rows(first) ? first + 1 : first);
+  t.bases = static_cast<int>(first < last && !has_rows(last) ? last - t.first_base : last - t.first_base + 1);
+  if (t.bases < 1) t.first_base = static_cast<int>(first), t.bases = static_cast<int>(last - first + 1);
+}
+
+// A storer may not get to a stage that is two rounds behind: barriers tell two rounds apart, not three.
+inline int rows_persistent_storers(const RowsPersistentTile& t, int most) {
+  int storers = most;
+  while (storers > 1 && storers / std::gcd(storers, t.teams) * t.rows > 2 * kRowsPersistentStages) storers /= 2;
+  return storers;
+}
+
+inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const Axis &height = problem.axis[1], &width = problem.axis[2];
+  const int64_t size = problem.element_size(), line = 128 / size, strip = 8 * kRowsPersistentTiles;
+  RowsPersistentTile t{};
+  t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group(), kRowsMmaStep));
+  t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), kRowsMmaChannels));
+  t.base = static_cast<int>(width.base(0) / 8 * 8);
+  const int64_t strips = ceil_div(width.base(width.out() - 1) + 1 - t.base, strip);
+  t.segments = static_cast<int>(ceil_div(strips, kRowsPersistentColumns / strip));
+  t.team_warps = static_cast<int>(ceil_div(strips, t.segments));
+  t.columns = static_cast<int>(t.team_warps * strip);
+  t.span = static_cast<int>((height.kernel - 1) * height.dilation / height.stride + 1);
+  // 8 modulo 32 words, or an odd multiple of 16 bytes: neighbouring channels stand in other banks.
+  t.row_pitch = static_cast<int>(ceil_div(t.columns, 32) * 32 + kRowsPersistentHalo);
+  // A line of constants on both sides, and an odd multiple of 8 elements in all.
+  t.output_pitch = static_cast<int>(ceil_div(2 * line + 16 / size + t.columns * width.stride, 8) * 8);
+  t.output_pitch += size == 4 ? (40 - t.output_pitch % 32) % 32 : (88 - t.output_pitch % 64) % 64;
+  rows_persistent_bases(height, t);
+  const int64_t rows = t.steps * kRowsMmaStep * t.row_pitch * size;
+  const int64_t weights = height.kernel * width.kernel * t.steps * kRowsMmaChannels * kRowsMmaStep * size;
+  t.inputs = static_cast<int>(std::min<int64_t>(kRowsMmaChannels * 4 + weights, 1 << 20));
+  // Rows of float32 take longer to store: few of them in a chunk do, unless bases share many inputs.
+  const int most_chunk = size == 4 && t.span <= 3 ? 2 : 4;
+  t.feeders = size == 4 ? kRowsPersistentFeeders : 1;
+  // What fits: at first, rows of constants in one or two copies; then all warps at work, many bases in a chunk.
+  const int64_t constant = std::min<int64_t>(t.columns * width.stride * size, 4096);
+  for (const int most_copies : {2, 16}) {
+    for (t.teams = kRowsPersistentMakers / t.team_warps; t.teams >= 1; t.teams /= 2) {
+      for (t.chunk = most_chunk; t.chunk >= 1; t.chunk /= 2) {
+        for (int copies = 1; copies <= most_copies; copies *= 2) {
+          t.constant_bytes = static_cast<int>(ceil_div(constant, copies * 16) * 16);
+          const int64_t inputs = (t.chunk + t.span - 1) * rows;
+          const int64_t outputs = kRowsPersistentStages * t.teams * kRowsMmaChannels * t.output_pitch * size;
+          const int64_t constants = (problem.has_bias ? kRowsMmaChannels : 1) * t.constant_bytes;
+          const int64_t barriers = (4 + 2 * kRowsPersistentStages * t.teams) * 8;
+          const int64_t shared = t.inputs + 2 * inputs + outputs + constants + barriers;
+          if (shared > kRowsPersistentShared) continue;
+          t.input_bytes = static_cast<int>(inputs);
+          t.outputs = t.inputs + 2 * t.input_bytes;
+          t.constants = static_cast<int>(t.outputs + outputs);
+          t.barriers = static_cast<int>(t.constants + constants);
+          t.shared_bytes = static_cast<int>(shared);
+          t.parts = static_cast<int>(ceil_div(t.bases, t.chunk));
+          t.storers = rows_persistent_storers(t, size == 4 ? kRowsPersistentStorers : kRowsPersistentStorers / 2);
+          return t;
+        }
+      }
+    }
+  }
+  t.shared_bytes = 1 << 30;
+  return t;
+}
+
+// "" if the family can make the call, else a reason.
+inline std::string rows_persistent_refusal(const Problem& problem) {
+  const std::string reason = rows_mma_refusal(problem);
+  if (!reason.empty()) return reason;
+  if (problem.layout != Layout::kContiguous) return "channels last";
+  if (problem.element_size() == 2 && problem.axis[2].in % 2 != 0) return "rows of an odd number of 16-bit elements";
+  if (problem.out_channels_per_group() % kRowsMmaChannels != 0) return "output channels a group no multiple of 16";
+  const Axis& height = problem.axis[1];
+  // Their lines of memory would have two writers.
+  const auto has_taps = [&](int64_t phase) { return height.first_tap(phase) < height.kernel; };
+  for (int64_t phase = 0; phase < height.stride; ++phase) {
+    if (has_taps(phase) && has_taps((phase + 1) % height.stride)) return "neighbouring output rows that have taps";
+  }
+  const RowsPersistentTile t = rows_persistent_tile(problem);
+  if (t.shared_bytes > kRowsPersistentShared) return "too many weights or input rows for shared memory";
+  // Chunks, in floating point: the products may be large.
+  const double bases = static_cast<double>(height.base(height.out() - 1) + 1);
+  if (double(problem.batch) * double(problem.groups) * t.channel_blocks * t.segments * bases >= double(1 << 30)) {
+    return "a batch or groups too large";
+  }
+  return "";
+}
+
+// Fitted to an H200: the memory at what the stores reach, or the rows one after the other, in microseconds.
+inline double rows_persistent_cost_ms(const Problem& problem) {
+  const RowsPersistentTile t = rows_persistent_tile(problem);
+  const Axis &height = problem.axis[1], &width = problem.axis[2];
+  const bool wide = problem.element_size() == 4;
+  double rows = 0;
+  for (int64_t phase = 0; phase < height.stride; ++phase) {
+    if (height.first_tap(phase) < height.kernel) rows += static_cast<double>(height.num_outputs(phase));
+  }
+  rows *= static_cast<double>(problem.batch) * static_cast<double>(problem.groups) * t.channel_blocks * t.segments;
+  const double products = static_cast<double>(height.kernel * width.kernel * t.steps * t.team_warps);
+  const double row = 1.7 + (wide ? 0.0108 : 0.0033) * products;
+  return 0.006 + std::max(rows / 132 * row * 1e-3, problem.bytes() / (wide ? 3.7e9 : 3.45e9));
+}
+
+}  // namespace fastconvt

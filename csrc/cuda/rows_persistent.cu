@@ -1,0 +1,125 @@
+// The persistent row family, host side: parameters of a problem and the template instance that runs it.
+#include "rows_persistent.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "launchers.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+// Bytes that one copy moves: what the input's address and rows are aligned to, at most 16.
+int input_granule(const Problem& problem, const void* input) {
+  const uint64_t bits =
+      reinterpret_cast<uintptr_t>(input) | static_cast<uint64_t>(problem.axis[2].in * problem.element_size()) | 16;
+  return static_cast<int>(bits & (~bits + 1));
+}
+
+RowsPersistentParams rows_persistent_params(const Problem& problem, const void* input, const void* weight,
+                                            const void* bias, void* output) {
+  const Axis &height = problem.axis[1], &width = problem.axis[2];
+  RowsPersistentParams p{};
+  p.in_height = static_cast<int>(height.in);
+  p.out_height = static_cast<int>(height.out());
+  p.height_kernel = static_cast<int>(height.kernel);
+  p.height_stride = static_cast<int>(height.stride);
+  p.height_padding = static_cast<int>(height.padding);
+  p.tap_step = static_cast<int>(height.tap_step());
+  p.back_step = static_cast<int>(p.tap_step * height.dilation / height.stride);
+  for (int64_t r = 0; r < height.stride; ++r) {
+    const int64_t tap = height.first_tap(r);
+    p.phase[r].first_tap = static_cast<int16_t>(tap < height.kernel ? tap : -1);
+    p.phase[r].back = static_cast<int16_t>(tap < height.kernel ? -height.offset(r, tap) : 0);
+  }
+  p.padding = static_cast<int>(width.padding);
+  p.in_width = static_cast<int>(width.in);
+  p.out_width = static_cast<int>(width.out());
+  p.in_channels = static_cast<int>(problem.in_channels_per_group());
+  p.out_channels = static_cast<int>(problem.out_channels_per_group());
+  p.tile = rows_persistent_tile(problem);
+  p.before = p.tile.first_base > height.base(0) ? 1 : 0;
+  p.after = p.tile.first_base + p.tile.bases <= height.base(height.out() - 1) ? 1 : 0;
+  p.granule = input_granule(problem, input);
+  // Every segment has a line at either end, the last one too.
+  const int64_t segment = int64_t{p.tile.columns} * width.stride;
+  const int64_t last_start = p.tile.base * width.stride - width.padding + (p.tile.segments - 1) * segment;
+  const bool whole_lines = width.out() - std::max<int64_t>(0, last_start) >= 2 * rows_mma_line(problem);
+  const auto tapless = [&](int r) { return p.phase[(r + p.height_stride) % p.height_stride].first_tap < 0; };
+  for (int r = 0; r < p.height_stride; ++r) {
+    p.phase[r].joined_before = whole_lines && tapless(r - 1) != tapless(r);
+    p.phase[r].joined_after = whole_lines && tapless(r + 1) != tapless(r);
+  }
+  const int blocks = static_cast<int>(problem.groups) * p.tile.channel_blocks;
+  p.sets = blocks * p.tile.segments;
+  p.by_sets = fast_divide(p.sets);
+  p.by_blocks = fast_divide(blocks);
+  p.by_parts = fast_divide(p.tile.parts);
+  p.by_channel_blocks = fast_divide(p.tile.channel_blocks);
+  p.least_bases = p.tile.bases / p.tile.parts;
+  p.items = static_cast<int>(problem.batch) * p.tile.parts * p.sets;
+  p.in = input_strides(problem);
+  p.out = output_strides(problem);
+  p.input = input, p.weight = weight, p.output = output;
+  p.bias = problem.has_bias ? bias : nullptr;
+  return p;
+}
+
+template <class Traits>
+cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0, shared = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess && shared < kRowsPersistentShared) return cudaErrorNotSupported;
+  if (error == cudaSuccess) {
+    // The same value every time: launches from several threads must not undo each other's.
+    error = cudaFuncSetAttribute(rows_persistent_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 kRowsPersistentShared);
+  }
+  if (error != cudaSuccess) return error;
+  // A whole multiple of the sets: a block then keeps its weights.
+  int grid = std::max(1, multiprocessors);
+  if (grid > p.sets && grid % p.sets * 8 <= grid) grid -= grid % p.sets;
+  grid = std::min(grid, p.items);
+  const int threads = 32 * (p.tile.team_warps * p.tile.teams + p.tile.storers + p.tile.feeders);
+  rows_persistent_kernel<Traits><<<grid, threads, p.tile.shared_bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, int kShape = 0>
+cudaError_t dispatch_rows_persistent(const Axis& width, const RowsPersistentParams& p, cudaStream_t stream) {
+  if constexpr (kShape == kNumRowsMmaShapes) {
+    return cudaErrorNotSupported;
+  } else {
+    constexpr RowsMmaShape kOf = kRowsMmaShapes[kShape];
+    if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
+      return launch<RowsPersistentTraits<T, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
+    }
+    return dispatch_rows_persistent<T, kShape + 1>(width, p, stream);
+  }
+}
+
+}  // namespace
+
+// What blocks count arrivals in, once it has been cleared by one of them.
+int64_t rows_persistent_workspace(const Problem&) { return sizeof(unsigned); }
+
+cudaError_t launch_rows_persistent(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                   void* output, void* workspace, cudaStream_t stream) {
+  if (!rows_persistent_refusal(problem).empty()) return cudaErrorNotSupported;
+  RowsPersistentParams p = rows_persistent_params(problem, input, weight, bias, output);
+  p.arrivals = static_cast<unsigned*>(workspace);
+  return dispatch_dtype(problem.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 8) {
+      return cudaErrorNotSupported;
+    } else {
+      return dispatch_rows_persistent<T>(problem.axis[2], p, stream);
+    }
+  });
+}
+
+}  // namespace fastconvt::cuda

@@ -1,0 +1,130 @@
+// The persistent row family: the warps that load inputs.
+#pragma once
+
+#include "rows_persistent_async.cuh"
+#include "rows_persistent_params.cuh"
+
+namespace fastconvt::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// The warps that load inputs, as they stand in memory: an item ahead of those that multiply.
+template <typename T>
+class RowsPersistentFeeder {
+  const RowsPersistentParams& p;
+  T* const inputs;
+  uint64_t* const full;
+  uint64_t* const empty;
+  const int thread, threads;
+
+ public:
+  __device__ RowsPersistentFeeder(const RowsPersistentParams& p, T* inputs, uint64_t* barriers, int thread)
+      : p(p), inputs(inputs), full(barriers), empty(barriers + 2), thread(thread), threads(32 * p.tile.feeders) {}
+
+  __device__ void run() const {
+    // Blocks get to where they arrive only much later; were this too late, they would not wait for one another.
+    if (p.arrivals != nullptr && blockIdx.x == 0 && thread == 0) *static_cast<volatile unsigned*>(p.arrivals) = 0;
+    bool patient = true;
+    int k = 0;
+    for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
+      const RowsPersistentItem<T> item(p, index);
+      if (k >= 2) wait_at(empty + k % 2, (k / 2 - 1) % 2);
+      if (k >= 2 && p.arrivals != nullptr) wait_for_blocks(k - 1, patient);
+      T* const target = inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
+      if (p.granule == 16) {
+        load<16>(item, target);
+      } else if (p.granule == 8) {
+        load<8>(item, target);
+      } else if (p.granule == 4) {
+        load<4>(item, target);
+      } else {
+        load<2>(item, target);
+      }
+      if (p.granule == 2) {
+        arrive_at(full + k % 2);
+      } else {
+        arrive_after_copies(full + k % 2);
+      }
+    }
+    // Others wait for as many arrivals as they have items.
+    if (p.arrivals != nullptr && thread == 0 && k >= 2 && k * gridDim.x < p.items) atomicAdd(p.arrivals, 1u);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+
+ private:
+  // All blocks read at the same time, and write in between: memory that turns around all the time is slower. But blocks
+  // that do not run, since something else does, hold others up only once, and not for long.
+  __device__ void wait_for_blocks(int round, bool& patient) const {
+    constexpr int kPolls = 64;
+    if (thread == 0) {
+      atomicAdd(p.arrivals, 1u);
+      int polls = 0;
+#pragma unroll 1
+      while (patient && *static_cast<volatile unsigned*>(p.arrivals) < round * gridDim.x) {
+        if (++polls == kPolls) patient = false;
+      }
+    }
+    sync_named(2, threads);
+  }
+
+  template <int bytes>
+  __device__ void load(const RowsPersistentItem<T>& item, T* target) const {
+    constexpr int kCount = bytes < static_cast<int>(sizeof(T)) ? 1 : bytes / static_cast<int>(sizeof(T));
+    // Where a row is one segment, what is outside of it is cleared once.
+    const int halo = p.tile.segments == 1 ? -min(0, item.column - kRowsPersistentHalo) / kCount : 0;
+    const int columns = p.tile.columns + kRowsPersistentHalo;
+    const int end = p.tile.segments == 1 ? min(columns, p.in_width - item.column + kRowsPersistentHalo) : columns;
+    int y = item.base - (p.tile.span - 1);
+#pragma unroll 1
+    for (int rows = item.count + p.tile.span - 1; rows > 0; --rows, ++y) {
+      if (has_input_row(p, y)) {
+        const T* const row = item.input + y * p.in.axis[1];
+        if constexpr (bytes == 2) {
+          load_elements(item, row, target);
+        } else {
+#pragma unroll 1
+          for (int at = (halo + thread) * kCount; at < end; at += threads * kCount) {
+            const int x = item.column - kRowsPersistentHalo + at;
+            const bool exists = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
+            const T* source = row + (exists ? x : 0);
+            T* to = target + at;
+#pragma unroll 8
+            for (int channel = 0; channel < p.in_channels; ++channel) {
+              copy_or_clear_async<bytes>(to, source, exists);
+              source += p.in.channel;
+              to += p.tile.row_pitch;
+            }
+          }
+        }
+      }
+      target += p.tile.steps * kRowsMmaStep * p.tile.row_pitch;
+    }
+  }
+
+  // Rows of 16-bit elements that begin anywhere.
+  __device__ void load_elements(const RowsPersistentItem<T>& item, const T* source, T* target) const {
+    constexpr int kBatch = 8;
+    const int columns = p.tile.columns + kRowsPersistentHalo;
+#pragma unroll 1
+    for (int channel = 0; channel < p.in_channels; ++channel) {
+#pragma unroll 1
+      for (int at = thread; at < columns; at += threads * kBatch) {
+        T batch[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int x = item.column - kRowsPersistentHalo + at + i * threads;
+          const bool exists = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
+          batch[i] = exists ? __ldg(source + channel * p.in.channel + x) : from_accumulator<T>(0.f);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (at + i * threads < columns) target[channel * p.tile.row_pitch + at + i * threads] = batch[i];
+        }
+      }
+    }
+  }
+};
+
+#endif
+
+}  // namespace fastconvt::cuda

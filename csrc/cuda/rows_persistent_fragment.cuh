@@ -1,0 +1,39 @@
+// What the persistent row family needs of mma.sync beyond rows_mma_fragment.cuh, for 16-bit operands.
+#pragma once
+
+#include "rows_mma_fragment.cuh"
+
+namespace fastconvt::cuda {
+
+// Sixteen terms: 8 with `left`, 8 with `next`.
+__device__ inline void multiply_add_two(float (&sum)[4], const MmaLeft<__half>& left, const MmaLeft<__half>& next,
+                                        uint32_t right, uint32_t next_right) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left.word[0]), "r"(left.word[1]), "r"(next.word[0]), "r"(next.word[1]), "r"(right), "r"(next_right));
+#endif
+}
+__device__ inline void multiply_add_two(float (&sum)[4], const MmaLeft<__nv_bfloat16>& left,
+                                        const MmaLeft<__nv_bfloat16>& next, uint32_t right, uint32_t next_right) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(left.word[0]), "r"(left.word[1]), "r"(next.word[0]), "r"(next.word[1]), "r"(right), "r"(next_right));
+#endif
+}
+
+// Four matrices of 8 x 8 16-bit elements: lane i gives the address of 16 bytes, row i % 8 of matrix i / 8, and gets
+// rows 2 * quad and 2 * quad + 1 of column `row`: right operands of 8 terms.
+__device__ inline void load_transposed(const void* at, uint32_t* matrix) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "memory");
+#endif
+}
+
+}  // namespace fastconvt::cuda

@@ -1,0 +1,314 @@
+// The persistent row family: the warps that multiply.
+#pragma once
+
+#include "rows_persistent_role.cuh"
+
+namespace fastconvt::cuda {
+
+// One output from global memory, without the bias: only taps and inputs that exist are multiplied. In float64, since
+// large finite products must not overflow on the way.
+template <class Traits>
+__device__ double sum_by_definition(const RowsPersistentParams& p,
+                                    const RowsPersistentItem<typename Traits::Element>& item, int base, int phase,
+                                    int channel, int o) {
+  using T = typename Traits::Element;
+  const int64_t taps = static_cast<int64_t>(p.height_kernel) * Traits::kKernel;
+  int block = item.block;
+  const int group = p.by_channel_blocks(block);
+  channel += block * kRowsMmaChannels;
+  const T* const weight =
+      static_cast<const T*>(p.weight) + taps * (static_cast<int64_t>(group) * p.in_channels * p.out_channels + channel);
+  double sum = 0;
+  int y = base - p.phase[phase].back;
+  for (int tap = p.phase[phase].first_tap; tap < p.height_kernel; tap += p.tap_step, y -= p.back_step) {
+    if (!has_input_row(p, y)) continue;
+    for (int t = 0; t < Traits::kKernel; ++t) {
+      const int x = o + p.padding - t * Traits::kDilation;
+      if (x < 0 || x % Traits::kStride != 0 || x / Traits::kStride >= p.in_width) continue;
+#pragma unroll 1
+      for (int c = 0; c < p.in_channels; ++c) {
+        const T value = item.input[c * p.in.channel + y * p.in.axis[1] + x / Traits::kStride];
+        const T w = weight[c * p.out_channels * taps + tap * Traits::kKernel + t];
+        sum = fma(static_cast<double>(to_accumulator(value)), static_cast<double>(to_accumulator(w)), sum);
+      }
+    }
+  }
+  return sum;
+}
+
+// A warp's strip of an output row. `y` is the row's, `strip` the first position; a channel is staged where `staged`
+// says: its position 0, without its misalignment.
+template <class Traits>
+__device__ __noinline__ void stage_by_definition(const RowsPersistentParams& p,
+                                                 const RowsPersistentItem<typename Traits::Element> item, int base,
+                                                 int phase, int strip, const float* terms,
+                                                 typename Traits::Element* staged) {
+  using T = typename Traits::Element;
+  constexpr int kPositions = 8 * kRowsPersistentTiles * Traits::kStride;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < item.channels * kPositions; i += 32) {
+    const int channel = i / kPositions, position = i % kPositions + strip;
+    const int o = item.column * Traits::kStride - p.padding + position;
+    if (o < 0 || o >= p.out_width) continue;
+    const double sum = sum_by_definition<Traits>(p, item, base, phase, channel, o) + terms[channel];
+    const int y = base * p.height_stride + phase - p.height_padding;
+    const T* const origin = item.output + channel * p.out.channel + y * p.out.axis[1] + o - position;
+    staged[channel * p.tile.output_pitch + misalignment(origin, Traits::kVector) + position] =
+        from_accumulator<T>(static_cast<float>(sum));
+  }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// The warps that multiply. A warp of a team makes a strip of bases.
+template <class Traits>
+class RowsPersistentMaker : RowsPersistentRole<Traits> {
+  using Role = RowsPersistentRole<Traits>;
+  using T = typename Traits::Element;
+  using Item = RowsPersistentItem<T>;
+  using Role::lane, Role::p, Role::terms;
+  using Sums = float[Traits::kStride][Traits::kTiles][4];
+  static constexpr int kStride = Traits::kStride;
+  static constexpr int kTiles = Traits::kTiles;
+  static constexpr int kReach = Traits::kReach;
+  static constexpr int kWords = sizeof(T) / 2;  // of a lane's right operand, for 8 terms
+
+  const int team, warp, row, quad;  // `warp` of the team
+
+ public:
+  __device__ RowsPersistentMaker(const RowsPersistentParams& p, unsigned char* shared)
+      : Role(p, shared),
+        team(threadIdx.x / 32 / p.tile.team_warps),
+        warp(threadIdx.x / 32 % p.tile.team_warps),
+        row(threadIdx.x % 32 / 4),
+        quad(threadIdx.x % 4) {}
+
+  __device__ void run() {
+    uint64_t* const full = this->barriers;
+    uint64_t* const empty = full + 2;
+    int staged_block = -1, k = 0, slot = 0;
+    int next = team;  // the team's next base, from the item's first one on
+    for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
+      const Item item(p, index);
+      if (item.block != staged_block) {
+        change_channels(item.block);
+        staged_block = item.block;
+      }
+      wait_at(full + k % 2, k / 2 % 2);
+      const T* const chunk = this->inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
+      if (next >= item.count) finish(empty + k % 2);
+      for (; next < item.count; next += p.tile.teams, slot += p.tile.rows) {
+        const bool last = next + p.tile.teams >= item.count;
+        make_base(item, item.base + next, slot, chunk, last ? empty + k % 2 : nullptr);
+      }
+      next -= item.count;
+    }
+  }
+
+ private:
+  __device__ void change_channels(int block) const {
+    this->sync_roles();
+    stage_channels<Traits>(p, block, this->weights, terms, this->constants, threadIdx.x, this->makers());
+    fence_before_bulk();
+    this->sync_roles();
+  }
+
+  // The warp is done with what stands behind a barrier, if any.
+  __device__ void finish(uint64_t* barrier) const {
+    __syncwarp();
+    if (lane == 0 && barrier != nullptr) arrive_at(barrier);
+  }
+
+  // After the last row, the warp is finished with the inputs.
+  __device__ void make_base(const Item& item, int base, int slot, const T* chunk, uint64_t* inputs) const {
+    int left = p.tile.rows;
+#pragma unroll 1
+    for (int phase = 0; phase < p.height_stride; ++phase) {
+      if (this->tapless(phase)) continue;
+      const auto stage = this->stage_of(team, slot++);
+      uint64_t* const last_of = --left == 0 ? inputs : nullptr;
+      if (this->has_output(this->output_y(base, phase))) {
+        make_row(item, base, phase, chunk, stage, last_of);
+        fence_before_bulk();
+      } else {
+        finish(last_of);
+        stage.wait_until_free();
+      }
+      finish(stage.staged);
+    }
+  }
+
+  __device__ void make_row(const Item& item, int base, int phase, const T* chunk, const typename Role::Stage& stage,
+                           uint64_t* inputs) const {
+    Sums sum;
+    add_taps(item, base, phase, chunk, sum);
+    finish(inputs);
+    stage.wait_until_free();
+    if (are_finite(sum)) {
+      add_infinite_terms(sum);
+      stage_outputs(item, this->output_y(base, phase), stage.outputs, sum);
+    } else {
+      stage_by_definition<Traits>(p, item, base, phase, warp * 8 * kTiles * kStride, terms,
+                                  stage.outputs + Traits::kLine);
+    }
+  }
+
+  __device__ void clear(Sums& sum) const {
+    const float term[2] = {terms[row], terms[row + 8]};
+#pragma unroll
+    for (int r = 0; r < kStride; ++r)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][j][i] = is_finite(term[i / 2]) ? term[i / 2] : 0.f;
+  }
+
+  __device__ void add_taps(const Item& item, int base, int phase, const T* chunk, Sums& sum) const {
+    clear(sum);
+    const int pitch = p.tile.row_pitch, step_pitch = kRowsMmaStep * pitch;
+    int y = base - p.phase[phase].back;
+    chunk += (y - item.base + p.tile.span - 1) * p.tile.steps * step_pitch + kRowsPersistentHalo + warp * 8 * kTiles;
+    for (int tap = p.phase[phase].first_tap; tap < p.height_kernel; tap += p.tap_step, y -= p.back_step) {
+      if (has_input_row(p, y)) {
+        const MmaLeft<T>* weight = this->weights + tap * p.tile.steps * Traits::kKernel * 32 + lane;
+#pragma unroll 1
+        for (int step = 0; step < p.tile.steps; ++step, weight += Traits::kKernel * 32) {
+          add_step(chunk + step * step_pitch, weight, sum);
+        }
+      }
+      chunk -= p.back_step * p.tile.steps * step_pitch;
+    }
+  }
+
+  // The right operands of the warp's tiles, moved back by 0 .. kReach bases. What no tap reads is optimized away.
+  __device__ void load_inputs(const T* input, uint32_t (&right)[kReach + 1][kTiles][kWords]) const {
+    if constexpr (sizeof(T) == 4) {
+      input += quad * p.tile.row_pitch + row;
+#pragma unroll
+      for (int back = 0; back <= kReach; ++back)
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+          for (int i = 0; i < kWords; ++i) {
+            right[back][j][i] = to_tf32(input[4 * i * p.tile.row_pitch + 8 * j - back]);
+          }
+    } else {
+      constexpr int kLoads = (kTiles + 4) / 4;
+      uint32_t tile[4 * kLoads];  // from the one before the strip on
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        load_transposed(input + lane % 8 * p.tile.row_pitch + (min(lane / 8 + 4 * i, kTiles) - 1) * 8, tile + 4 * i);
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) right[0][j][0] = tile[j + 1];
+#pragma unroll
+      for (int back = 1; back <= kReach; ++back)
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          right[back][j][0] = __shfl_sync(~0u, row >= 8 - back ? tile[j] : tile[j + 1], (lane - 4 * back) & 31);
+        }
+    }
+  }
+
+  __device__ void add_step(const T* input, const MmaLeft<T>* weight, Sums& sum) const {
+    uint32_t right[kReach + 1][kTiles][kWords];
+    load_inputs(input, right);
+#pragma unroll
+    for (int t = 0; t < Traits::kKernel; ++t) {
+      constexpr int kNext = Traits::kTapStep;  // tap of the same phase
+      const int r = t * Traits::kDilation % kStride, back = t * Traits::kDilation / kStride;
+      const MmaLeft<T> left = weight[t * 32];
+      if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0], right[back][j][1]);
+      } else if (t / kNext % 2 == 0 && t + kNext < Traits::kKernel) {  // two taps in an MMA of 16 terms
+        const MmaLeft<T> next = weight[(t + kNext) * 32];
+        const int next_back = (t + kNext) * Traits::kDilation / kStride;
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          multiply_add_two(sum[r][j], left, next, right[back][j][0], right[next_back][j][0]);
+        }
+      } else if (t / kNext % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0]);
+      }
+    }
+  }
+
+  static __device__ bool is_finite(float x) { return x - x == 0.f; }
+
+  // A bias that is not finite stays out of the sums, where it would look like a wrong one.
+  __device__ void add_infinite_terms(Sums& sum) const {
+    const float term[2] = {terms[row], terms[row + 8]};
+    if (__all_sync(~0u, is_finite(term[0]) && is_finite(term[1]))) return;
+#pragma unroll
+    for (int r = 0; r < kStride; ++r)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][j][i] += is_finite(term[i / 2]) ? 0.f : term[i / 2];
+  }
+
+  // Inputs that do not exist are zeros, which only finite weights leave without effect, and TF32 may round to inf: both
+  // show in a sum that is not finite.
+  static __device__ bool are_finite(const Sums& sum) {
+    float probe[4] = {};
+#pragma unroll
+    for (int r = 0; r < kStride; ++r)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) probe[i] = fmaf(sum[r][j][i], 0.f, probe[i]);
+    return __all_sync(~0u, (probe[0] + probe[1]) + (probe[2] + probe[3]) == 0.f);
+  }
+
+  // What stands outside of the row is the constant that fills it up.
+  __device__ void fill_outside(int first, Sums& sum) const {
+    const float term[2] = {terms[row], terms[row + 8]};
+#pragma unroll
+    for (int r = 0; r < kStride; ++r)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int o = first + (8 * j + 2 * quad + i % 2) * kStride + r;
+          if (static_cast<unsigned>(o) >= static_cast<unsigned>(p.out_width)) sum[r][j][i] = term[i / 2];
+        }
+  }
+
+  // A lane has two neighbouring bases of a tile, all phases.
+  __device__ void stage_outputs(const Item& item, int y, T* stage, Sums& sum) const {
+    constexpr int kRun = 2 * kStride;
+    const int begin = warp * 8 * kTiles * kStride, first = this->first_output(item) + begin;
+    if (first < 0 || first + 8 * kTiles * kStride > p.out_width) fill_outside(first, sum);
+    T* const low = this->staged_channel(stage, this->row_origin(item, y, row), row) + begin + quad * kRun;
+    T* const high = this->staged_channel(stage, this->row_origin(item, y, row + 8), row + 8) + begin + quad * kRun;
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(low) | reinterpret_cast<uintptr_t>(high);
+    if (__all_sync(~0u, bits % (2 * sizeof(T)) == 0)) {
+      stage_half<2>(low, 0, sum);
+      stage_half<2>(high, 1, sum);
+    } else {
+      stage_half<1>(low, 0, sum);
+      stage_half<1>(high, 1, sum);
+    }
+  }
+
+  template <int kCount>
+  static __device__ void stage_half(T* target, int half, const Sums& sum) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 2 * kStride; i += kCount) {
+        Pack<T, kCount> values;
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+          values.value[e] = from_accumulator<T>(sum[(i + e) % kStride][j][2 * half + (i + e) / kStride]);
+        }
+        *reinterpret_cast<Pack<T, kCount>*>(target + j * 8 * kStride + i) = values;
+      }
+  }
+};
+
+#endif
+
+}  // namespace fastconvt::cuda
