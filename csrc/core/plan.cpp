@@ -11,6 +11,7 @@
 #include "rows.h"
 #include "rows_gradient.h"
 #include "rows_mma.h"
+#include "rows_persistent.h"
 
 namespace fastconvt {
 namespace {
@@ -128,13 +129,14 @@ double own_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
   return 0.005 + (operation == Operation::kChainGradients ? 30 : 3.2) * cuda_floor(p);
 }
 
-// The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0.
-template <int kCapability, std::string (*kRefusal)(const Problem&)>
+// The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0, and one below kEnd, from where
+// on GPUs have less shared memory.
+template <int kCapability, std::string (*kRefusal)(const Problem&), int kEnd = 1000>
 std::string family_refusal(const Problem& p, const DeviceInfo& device) {
   if (!device.refusal.empty()) return device.refusal;
-  if (device.capability < kCapability) {
-    return "a GPU of compute capability below " + std::to_string(kCapability / 10) + "." +
-           std::to_string(kCapability % 10);
+  if (device.capability < kCapability || device.capability >= kEnd) {
+    return "a GPU of compute capability " + std::to_string(device.capability / 10) + "." +
+           std::to_string(device.capability % 10);
   }
   return kRefusal(p);
 }
@@ -194,8 +196,10 @@ const Row kTable[] = {
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
-    {CandidateId::kRowsMma, "rows_mma", true, kForward, family_refusal<90, rows_mma_refusal>,
+    {CandidateId::kRowsMma, "rows_mma", true, kForward, family_refusal<90, rows_mma_refusal, 120>,
      family_cost<rows_mma_cost_ms>},
+    {CandidateId::kRowsPersistent, "rows_persistent", true, kForward, family_refusal<90, rows_persistent_refusal, 120>,
+     family_cost<rows_persistent_cost_ms>},
     {CandidateId::kRows, "rows_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<80, rows_input_gradient_refusal>, family_cost<rows_input_gradient_cost_ms>},
     {CandidateId::kRows, "rows_wgrad", true, bit(Operation::kWeightGradient),

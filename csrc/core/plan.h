@@ -21,6 +21,7 @@ enum class CandidateId {
   kRowTile,
   kRows,
   kRowsMma,
+  kRowsPersistent,
   kFused,
   kFusedMma,
   kAten

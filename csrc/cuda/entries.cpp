@@ -76,9 +76,34 @@ class Scope {
 
 const void* bias_data(const Call& call) { return call.bias ? call.bias->const_data_ptr() : nullptr; }
 
+Tensor empty(const Tensor& like, int64_t size) { return torch::stable::new_empty(like, std::vector<int64_t>{size}); }
+
+Tensor workspace(const Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, std::vector<int64_t>{bytes}, torch::headeronly::ScalarType::Byte);
+}
+
 const char* plain_name(int spatial) {
   static const char* const kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
   return kNames[spatial - 1];
+}
+
+// By the kernels of a candidate.
+cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
+  const void *input = call.input.const_data_ptr(), *weight = call.weight.const_data_ptr(), *bias = bias_data(call);
+  switch (candidate) {
+    case CandidateId::kRowTile:
+      return launch_row_tile(call.problem, input, weight, bias, output, stream);
+    case CandidateId::kRows:
+      return launch_rows(call.problem, input, weight, bias, output, stream);
+    case CandidateId::kRowsMma:
+      return launch_rows_mma(call.problem, input, weight, bias, output, stream);
+    case CandidateId::kRowsPersistent:
+      return launch_rows_persistent(call.problem, input, weight, bias, output,
+                                    workspace(call.input, rows_persistent_workspace(call.problem)).mutable_data_ptr(),
+                                    stream);
+    default:
+      return launch_gather(call.problem, input, weight, bias, output, stream);
+  }
 }
 
 template <int kSpatial>
@@ -95,20 +120,8 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<T
   const CandidateId choice = plan_operation(Operation::kConvTranspose, problem, scope.device()).chosen().id;
   if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), problem.layout);
   const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
-  const auto launch = choice == CandidateId::kRowTile   ? launch_row_tile
-                      : choice == CandidateId::kRows    ? launch_rows
-                      : choice == CandidateId::kRowsMma ? launch_rows_mma
-                                                        : launch_gather;
-  check(launch(problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
-               output.mutable_data_ptr(), scope.stream()),
-        name);
+  check(launch_convolution(choice, call, output.mutable_data_ptr(), scope.stream()), name);
   return finish_output(call, output, problem.layout);
-}
-
-Tensor empty(const Tensor& like, int64_t size) { return torch::stable::new_empty(like, std::vector<int64_t>{size}); }
-
-Tensor workspace(const Tensor& like, int64_t bytes) {
-  return torch::stable::new_empty(like, std::vector<int64_t>{bytes}, torch::headeronly::ScalarType::Byte);
 }
 
 // The gradient of an input or a weight: what a kernel writes, dense in a layout of its own, and what the caller gets.

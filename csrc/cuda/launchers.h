@@ -26,6 +26,12 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream);
 
+// The same as launch_rows_mma, for fewer problems and faster (core/rows_persistent.h). The workspace, not initialised,
+// aligned to 4 bytes, paces the reads of all blocks; null: they are not paced.
+int64_t rows_persistent_workspace(const Problem& problem);
+cudaError_t launch_rows_persistent(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                   void* output, void* workspace, cudaStream_t stream);
+
 // The gradients of such layers, on matrix units (core/rows_gradient.h): float32 stays within the rule of accuracy by
 // three TF32 products for one. grad_output is dense in the problem's layout; grad_bias may be null. The workspace is
 // device memory, aligned to 16 bytes.
