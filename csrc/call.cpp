@@ -88,13 +88,6 @@ Tensor allocate(const Call& call, const std::vector<int64_t>& sizes, Layout layo
                               memory_format(call.spatial + 2, layout));
 }
 
-// The spatial entries of an axis list, for the operator's own number of dimensions.
-std::vector<int64_t> spatial_list(const Call& call, int64_t Axis::* member) {
-  std::vector<int64_t> list;
-  for (int i = 3 - call.spatial; i < 3; ++i) list.push_back(call.problem.axis[i].*member);
-  return list;
-}
-
 bool is_half(const Problem& p) { return p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16; }
 
 Tensor to_dtype(const Tensor& t, ScalarType dtype) { return torch::stable::to(t, dtype); }
@@ -149,6 +142,12 @@ bool has_strides_of(const Tensor& t, Layout layout) {
     dense *= std::max<int64_t>(t.sizes()[axis], 1);
   }
   return true;
+}
+
+std::vector<int64_t> spatial_list(const Call& call, int64_t Axis::* member) {
+  std::vector<int64_t> list;
+  for (int i = 3 - call.spatial; i < 3; ++i) list.push_back(call.problem.axis[i].*member);
+  return list;
 }
 
 Tensor allocate_output(const Call& call, int64_t channels, Layout layout) {

@@ -42,6 +42,9 @@ struct Tensors {
 Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
                IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
 
+// The spatial entries of an axis list, for the operator's own number of dimensions.
+std::vector<int64_t> spatial_list(const Call& call, int64_t Axis::* member);
+
 // A tensor of the output's shape with this many channels, or of the input's, in this layout, uninitialised.
 Tensor allocate_output(const Call& call, int64_t channels, Layout layout);
 Tensor allocate_input(const Call& call, Layout layout);

@@ -39,22 +39,20 @@ def candidates(case, dtype, device, op=None, channels_last=False, tf32=False):
 
 def on_every_candidate(case, call, dtype, device, op=None, channels_last=False, tf32=False, skip=()):
     """(name, call()) with each candidate of the plan forced, but those to ``skip``."""
-    yield from _on_each(candidates(case, dtype, device, op, channels_last, tf32), call, skip)
-
-
-def on_every_gradient(case, call, dtype, device, channels_last=False, tf32=False, skip=()):
-    """(name, call()) with each candidate for the gradients of input or weight forced, but those to ``skip``."""
-    ops = [f"{case.op}_{which}_gradient" for which in ("input", "weight")]
-    names = [name for op in ops for name in candidates(case, dtype, device, op, channels_last, tf32)]
-    yield from _on_each(list(dict.fromkeys(names)), call, skip)
-
-
-def _on_each(names, call, skip):
-    for name in names:
+    for name in candidates(case, dtype, device, op, channels_last, tf32):
         if name in skip:
             continue
         with fastconvt.force(name):
             yield name, call()
+
+
+def on_every_gradient(case, call, dtype, device, channels_last=False, tf32=False, skip=()):
+    """(name, call()) with each candidate for the gradient of the input, then of the weight, forced, but those to
+    ``skip``; None in place of the gradients that others made."""
+    for which, own in (("input", (0,)), ("weight", (1, 2))):
+        op = f"{case.op}_{which}_gradient"
+        for name, grads in on_every_candidate(case, call, dtype, device, op, channels_last, tf32, skip):
+            yield name, [grad if i in own or name == "aten" else None for i, grad in enumerate(grads)]
 
 
 def check_every(outputs, rule):

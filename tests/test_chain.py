@@ -25,7 +25,7 @@ CHAIN_CASES += [
     Case("output_padding_2", (1, 2, 2, 3, 2), (2, 4, 3, 3, 3), 3, 0, 2),
     Case("stride_beyond_kernel", (1, 2, 2, 3, 2), (2, 4, 2, 1, 2), 4, 0, (3, 2, 0), bias=False),
     Case("long_row", (1, 3, 1, 2, 75), (3, 16, 3, 3, 3), 2, 1, 1),
-    Case("many_taps", (1, 5, 5, 4, 6), (5, 16, 5, 4, 3), (1, 2, 2), (5, 0, 1), 0, 1, (1, 2, 1)),
+    Case("many_taps", (1, 5, 9, 4, 6), (5, 16, 5, 4, 3), (1, 2, 2), (5, 0, 1), 0, 1, (1, 2, 1)),
     # More than one tile along each axis.
     Case("tall", (2, 3, 2, 37, 5), (3, 16, 3, 3, 3), 2, 1),
     Case("tall_and_wide", (1, 2, 5, 33, 70), (2, 8, 4, 3, 2), 2, 1),

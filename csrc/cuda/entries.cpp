@@ -195,9 +195,10 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   const int64_t missing = (mask[0] && !by_input ? kInputBit : 0) | (mask[1] && !by_weight ? kWeightBit : 0) |
                           (mask[2] && !by_bias ? kBiasBit : 0);
   if (missing != 0) {
-    const auto found =
-        call_operator("fastconvt::_conv_transpose_aten_backward", "", grad_output, input, weight, vec(stride),
-                      vec(padding), vec(output_padding), groups, vec(dilation), missing, allow_tf32);
+    const auto found = call_operator("fastconvt::_conv_transpose_aten_backward", "", grad_output, input, weight,
+                                     spatial_list(call, &Axis::stride), spatial_list(call, &Axis::padding),
+                                     spatial_list(call, &Axis::output_padding), groups,
+                                     spatial_list(call, &Axis::dilation), missing, allow_tf32);
     const Tensor input_gradient = to_tensor(found[0]), weight_gradient = to_tensor(found[1]);
     const Tensor bias_gradient = to_tensor(found[2]);
     if (missing & kInputBit) std::get<0>(gradients) = input_gradient;
@@ -242,8 +243,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
     int64_t asked = 0;
     for (int i = 0; i < 4; ++i) asked |= int64_t{mask[i]} << i;
     const auto found = call_operator("fastconvt::_logsumexp_hardswish_aten_backward", "", grad_output, input, weight,
-                                     bias, subtrahend, vec(stride), vec(padding), vec(output_padding), groups,
-                                     vec(dilation), asked, min, max, allow_tf32);
+                                     bias, subtrahend, spatial_list(call, &Axis::stride),
+                                     spatial_list(call, &Axis::padding), spatial_list(call, &Axis::output_padding),
+                                     groups, spatial_list(call, &Axis::dilation), asked, min, max, allow_tf32);
     return {to_tensor(found[0]), to_tensor(found[1]), to_tensor(found[2]), to_tensor(found[3])};
   }
   Gradient grad_input = mask[0] ? Gradient::of_input(call) : Gradient::none(input);
