@@ -27,8 +27,13 @@ say "the tests that need a GPU"
 python -m pytest -q -m gpu
 say "the fuzzer"
 python -m tests.fuzz --device cuda --seconds 300 --problems 5000
+python -m tests.fuzz --relatives --device cuda --seconds 300 --problems 5000
 say "the benchmark"
-python -m fastconvt.bench --suite reference --csv "$out/reference.csv" --plot "$out/reference.png"
+bench() { python -m fastconvt.bench --csv "$out/results.csv" --plot "$out/last.png" "$@"; }
+bench --suite reference --precision fp32,tf32,bf16,fp16
+bench --suite reference --precision fp32,bf16 --mode backward,train --peers eager,other
+bench --suite relatives
+python -m fastconvt.bench.summary "$out/results.csv" --plot "$out/results.png"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
     say "$tool"

@@ -67,6 +67,12 @@ PYBIND11_MODULE(core_binding, m) {
       .def_readonly("batch", &Problem::batch)
       .def_readonly("out_channels", &Problem::out_channels)
       .def_readonly("axis", &Problem::axis)
+      .def_readwrite("allow_tf32", &Problem::allow_tf32)
+      .def_property(
+          "channels_last", [](const Problem& p) { return p.layout == fastconvt::Layout::kChannelsLast; },
+          [](Problem& p, bool last) {
+            p.layout = last ? fastconvt::Layout::kChannelsLast : fastconvt::Layout::kContiguous;
+          })
       .def("macs", &Problem::macs)
       .def("bytes", &Problem::bytes);
   m.def("check_arguments", &check_arguments);

@@ -191,54 +191,93 @@ def test_counts_of_a_problem(core, case):
     assert problem.bytes() == 4 * elements
 
 
-def problem(core, name):
+def problem(core, name, dtype="float32", tf32=False, channels_last=False):
     """A case as csrc/core has it."""
     case = BY_NAME[name]
-    tensors = [("input", list(case.input), "float32", ""), ("weight", list(case.weight), "float32", "")]
+    tensors = [("input", list(case.input), dtype, ""), ("weight", list(case.weight), dtype, "")]
     stride, padding, output_padding, groups, dilation = case.args
-    return core.check_arguments(case.op, case.ndim, tensors, stride, padding, output_padding, groups, dilation)
+    made = core.check_arguments(case.op, case.ndim, tensors, stride, padding, output_padding, groups, dilation)
+    made.allow_tf32, made.channels_last = tf32, channels_last
+    return made
 
 
-def plan_on_gpu(core, operation, name, capability=90, refusal="", forced=""):
-    found = core.plan_on_gpu(getattr(core.Operation, operation), problem(core, name), capability, refusal, forced)
-    return json.loads(found)
+def plan_on_gpu(core, operation, problem, capability=90, refusal="", forced=""):
+    return json.loads(core.plan_on_gpu(getattr(core.Operation, operation), problem, capability, refusal, forced))
 
 
+# An operation, a call, the candidates of our own that can make it, and those among
+# them that a GPU of compute capability 7.5 can run.
 OWN = [
-    ("CONV_TRANSPOSE", "reference_2d", ["gather", "rows"]),
-    ("INPUT_GRADIENT", "reference_2d", ["rows_dgrad"]),
-    ("WEIGHT_GRADIENT", "reference_2d", ["rows_wgrad"]),
-    ("CHAIN", "reference_3d", ["fused_mma", "fused"]),
-    ("CHAIN_GRADIENTS", "reference_3d", ["fused_mma", "fused"]),
+    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather"], ["gather"]),
+    ("CONV_TRANSPOSE", ("reference_2d", "float32", False, True), ["rows", "gather"], ["gather"]),
+    (
+        "CONV_TRANSPOSE",
+        ("reference_2d", "float32", True),
+        ["row_tile", "gather", "rows_mma", "rows_persistent"],
+        ["gather"],
+    ),
+    ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_mma", "gather"], ["gather"]),
+    ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad"], []),
+    ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad"], []),
+    ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),
+    ("CHAIN_GRADIENTS", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),
 ]
 
 
-@pytest.mark.parametrize("operation, name, own", OWN)
-def test_every_own_candidate_can_make_its_reference_layer(core, operation, name, own):
-    plan = plan_on_gpu(core, operation, name)
-    assert [row["name"] for row in plan["candidates"] if row["supported"]] == [*own, "aten"]
-    assert plan["choice"] == own[-1 if operation == "CONV_TRANSPOSE" else 0]
+@pytest.mark.parametrize("operation, call, own, _", OWN)
+def test_every_own_candidate_can_make_its_reference_layer(core, operation, call, own, _):
+    made = problem(core, *call)
+    plan = plan_on_gpu(core, operation, made)
+    assert {row["name"] for row in plan["candidates"] if row["supported"]} == {*own, "aten"}
+    assert all(row["cost_ms"] > 0 for row in plan["candidates"] if row["supported"])
     for forced in (*own, "aten"):
-        assert plan_on_gpu(core, operation, name, forced=forced)["choice"] == forced
+        assert plan_on_gpu(core, operation, made, forced=forced)["choice"] == forced
 
 
-@pytest.mark.parametrize("operation, name, own", OWN)
-def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, operation, name, own):
-    plan = plan_on_gpu(core, operation, name, refusal="the driver is too old")
+@pytest.mark.parametrize("operation, call, own, _", OWN)
+def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, operation, call, own, _):
+    made = problem(core, *call)
+    plan = plan_on_gpu(core, operation, made, refusal="the driver is too old")
     assert plan["choice"] == "aten"
     reasons = {row["name"]: row["reason"] for row in plan["candidates"]}
     assert {reasons[name] for name in own} == {"the driver is too old"}
     with pytest.raises(RuntimeError, match=f"{own[0]} cannot make this call: the driver is too old"):
-        plan_on_gpu(core, operation, name, refusal="the driver is too old", forced=own[0])
+        plan_on_gpu(core, operation, made, refusal="the driver is too old", forced=own[0])
 
 
-@pytest.mark.parametrize("operation, name, own", OWN)
-def test_an_older_gpu_is_left_to_the_kernels_that_it_can_run(core, operation, name, own):
-    names = [row["name"] for row in plan_on_gpu(core, operation, name, capability=75)["candidates"] if row["supported"]]
-    assert names == [name for name in own if name in ("gather", "fused")] + ["aten"]
+@pytest.mark.parametrize("operation, call, own, on_older", OWN)
+def test_an_older_gpu_is_left_to_the_kernels_that_it_can_run(core, operation, call, own, on_older):
+    plan = plan_on_gpu(core, operation, problem(core, *call), capability=75)
+    assert [row["name"] for row in plan["candidates"] if row["supported"]] == [*on_older, "aten"]
+
+
+# The whole layers of docs/design.md, section 5, and what is planned for them on an H200.
+PLANNED = [
+    ("CONV_TRANSPOSE", "float32", False, "row_tile"),
+    ("CONV_TRANSPOSE", "float32", True, "rows_persistent"),
+    ("CONV_TRANSPOSE", "bfloat16", False, "rows_persistent"),
+    ("INPUT_GRADIENT", "float32", False, "rows_dgrad"),
+    ("WEIGHT_GRADIENT", "float32", False, "rows_wgrad"),
+    ("CHAIN", "float32", False, "fused_mma"),
+    ("CHAIN_GRADIENTS", "float32", False, "fused_mma"),
+]
+
+
+@pytest.mark.parametrize("operation, dtype, tf32, choice", PLANNED)
+def test_plans_of_the_reference_layers(core, operation, dtype, tf32, choice):
+    if operation.startswith("CHAIN"):
+        sizes, geometry = ([128, 3, 16, 32, 32], [3, 16, 3, 3, 3]), ([2], [1], [0], 1, [1])
+    else:
+        sizes, geometry = ([16, 32, 128, 256], [32, 16, 3, 5]), ([2, 3], [1, 2], [0], 4, [2, 1])
+    tensors = [(name, size, dtype, "") for name, size in zip(("input", "weight"), sizes, strict=True)]
+    spatial = len(sizes[0]) - 2
+    made = core.check_arguments(f"conv_transpose{spatial}d", spatial, tensors, *geometry)
+    made.allow_tf32 = tf32
+    assert plan_on_gpu(core, operation, made)["choice"] == choice
 
 
 def test_a_forced_candidate_of_another_operation_or_device_changes_nothing(core):
+    made = problem(core, "reference_2d")
+    choice = plan_on_gpu(core, "CONV_TRANSPOSE", made)["choice"]
     for forced in ("fused", "phase_portable", "rows_dgrad"):
-        choice = plan_on_gpu(core, "CONV_TRANSPOSE", "reference_2d", forced=forced)["choice"]
-        assert choice == plan_on_gpu(core, "CONV_TRANSPOSE", "reference_2d")["choice"]
+        assert plan_on_gpu(core, "CONV_TRANSPOSE", made, forced=forced)["choice"] == choice
