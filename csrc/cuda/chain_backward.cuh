@@ -22,13 +22,4 @@ struct BackwardPlan {
 
 BackwardPlan plan_backward(const Problem& problem);
 
-// The fused kernel, for the calls that core/chain_backward.h names, where the present device has compute capability 8.0
-// and shared memory enough: du stays on the chip.
-bool fused_chain_backward_fits(const Problem& problem);
-int64_t fused_chain_backward_workspace(const Problem& problem);
-cudaError_t launch_fused_chain_backward(const Problem& problem, const void* grad_output, const void* input,
-                                        const void* weight, const void* bias, const void* subtrahend, double min,
-                                        double max, void* grad_input, void* grad_weight, void* grad_bias,
-                                        void* grad_subtrahend, void* workspace, cudaStream_t stream);
-
 }  // namespace fastconvt::cuda

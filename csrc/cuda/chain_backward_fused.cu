@@ -4,6 +4,7 @@
 #include "chain_backward_fused.cuh"
 #include "dispatch.h"
 #include "gradients.cuh"
+#include "launchers.h"
 
 namespace fastconvt::cuda {
 namespace {

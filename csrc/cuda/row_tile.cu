@@ -18,31 +18,6 @@ constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
-// Data rows: output rows whose phase is a multiple of gcd(stride, dilation).
-void set_rows(const Axis& axis, RowTileParams& p) {
-  const AxisParams height = axis_params(axis);
-  p.in_height = static_cast<int>(height.in), p.out_height = static_cast<int>(height.out);
-  p.kernel_height = height.kernel;
-  p.row_dilation = height.dilation_quotient;
-  p.row_inverse = height.inverse;
-  p.row_step = height.gcd;
-  p.first_row = (height.gcd - height.padding % height.gcd) % height.gcd;
-  p.tapless = p.first_row >= p.out_height;
-  if (p.tapless) p.first_row = 0;
-  p.rows = ceil_div(p.out_height - p.first_row, p.row_step);
-  p.row_phase = (p.first_row + height.padding) / p.row_step;
-  p.by_row_phase = fast_divide(height.stride_quotient);
-  p.by_row_dilation = fast_divide(height.dilation_quotient);
-}
-
-void set_columns(const Axis& axis, RowTileParams& p) {
-  const AxisParams width = axis_params(axis);
-  p.in_width = static_cast<int>(width.in), p.out_width = static_cast<int>(width.out);
-  p.padding = width.padding;
-  p.first_base = static_cast<int>(width.first_base()), p.bases = static_cast<int>(width.num_bases());
-  p.segments = static_cast<int>(row_segments(axis));
-}
-
 // Constant outputs, and how many of them may be stored with a data row.
 void set_constants(RowTileParams& p) {
   const int last_row = p.first_row + (p.rows - 1) * p.row_step;
@@ -147,8 +122,7 @@ cudaError_t launch_row_tile(const Problem& problem, const void* input, const voi
   p.groups = static_cast<int>(problem.groups);
   p.in_channels = static_cast<int>(problem.in_channels_per_group());
   p.out_channels = static_cast<int>(problem.out_channels_per_group());
-  set_rows(problem.axis[1], p);
-  set_columns(problem.axis[2], p);
+  set_data_rows(problem, p);
   p.tap_step = p.row_dilation * p.in_width;
   set_constants(p);
   return dispatch(problem, p, stream, std::make_integer_sequence<int, kNumRowShapes>{});

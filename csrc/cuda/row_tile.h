@@ -4,8 +4,7 @@
 #include <cstdint>
 
 #include "../core/row_tile.h"
-#include "device/fast_divide.h"
-#include "params.h"
+#include "data_rows.h"
 
 namespace fastconvt::cuda {
 
@@ -19,22 +18,15 @@ constexpr int kRowTileHead = 128;  // bytes of shared memory before the weights,
 // that the row reads are staged at once as far as shared memory allows, which is laid out so: weights; staged inputs
 // (and the constants, if each channel has its own), whose place outputs on their way take later; constants, if one
 // buffer serves all.
-struct RowTileParams {
+struct RowTileParams : DataRows {
   const float* input;
   const float* weight;
   const float* bias;  // or null
   float* output;
   int64_t input_batch, output_batch;  // strides
   int input_channel, output_channel;
-  int weight_channel, weight_filter;  // between input channels, output channels
-  int in_height, in_width, out_height, out_width;
-  int padding, first_base, bases, segments;      // of the last axis
-  int kernel_height, row_dilation;               // row_dilation: input rows between neighbouring taps of a phase,
-  int tap_step;                                  // and elements
-  int first_row, row_step, rows;                 // data rows
-  int row_phase;                                 // (first_row + padding) / row_step
-  int row_inverse;                               // of dilation / gcd modulo stride / gcd, along the height
-  bool tapless;                                  // no output row has a phase with taps: row 0 stands for a data row
+  int weight_channel, weight_filter;             // between input channels, output channels
+  int tap_step;                                  // elements of the input between neighbouring taps of a phase
   int leading, gap, trailing;                    // constant outputs of a plane before, between and after data rows
   int leading_lines, gap_lines, trailing_lines;  // of them, how many a data row may take: a line's, or none
   int groups, in_channels, out_channels;         // channels of one group
@@ -50,8 +42,6 @@ struct RowTileParams {
   int64_t input_bytes;
   int burst_blocks, burst_bytes;
   FastDivide by_segment, by_quad_block, by_burst;
-  FastDivide by_row_phase;     // stride / gcd of the height: phases with taps, and the taps' step
-  FastDivide by_row_dilation;  // row_dilation
 };
 
 }  // namespace fastconvt::cuda

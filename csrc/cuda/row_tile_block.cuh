@@ -40,32 +40,13 @@ __device__ inline int missing_in(const float* pointer, int floats) {
   return -offset_in(pointer, floats) & (floats - 1);
 }
 
-// The taps of one data row that are in range.
-struct RowTileTaps {
-  int first, count;  // first + j * step
-  int input_row;     // that the first of them reads; the j-th reads j * row_dilation before
-  float inverse;     // of count, for divide()
+// The taps of a data row, and a division by their number.
+struct RowTileTaps : RowTaps {
+  float inverse;  // of count
 
-  // row_step * (row_phase + row) = output_row + padding = stride * q + row_step * phase.
   __device__ static RowTileTaps make(const RowTileParams& p, int row) {
-    RowTileTaps r;
-    int phase = p.row_phase + row;
-    const int q = p.by_row_phase(phase);
-    int t = phase * p.row_inverse;
-    p.by_row_phase(t);
-    int reach = t * p.row_dilation - phase;  // a multiple of the step
-    const int h = q - p.by_row_phase(reach);
-    int last = p.kernel_height - 1 - t;
-    const int taps = last < 0 || p.tapless ? 0 : p.by_row_phase(last) + 1;
-    int above = h - p.in_height + p.row_dilation;  // taps that read below the input come first
-    const int begin = above < p.row_dilation ? 0 : p.by_row_dilation(above);
-    int below = h;
-    const int end = h < 0 ? 0 : min(taps, p.by_row_dilation(below) + 1);
-    r.count = max(0, end - begin);
-    r.first = t + begin * p.by_row_phase.divisor;
-    r.input_row = h - begin * p.row_dilation;
-    r.inverse = __fdividef(1.0f, static_cast<float>(r.count));
-    return r;
+    const RowTaps taps = RowTaps::make(p, row);
+    return {taps, __fdividef(1.0f, static_cast<float>(taps.count))};
   }
 
   // n / count, and n becomes the remainder. What n + 0.5 is off stays below 0.5 / count for n < 2^20.

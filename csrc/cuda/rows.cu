@@ -20,31 +20,6 @@ int max_taps(const RowsParams& p) { return std::max(1, ceil_div(p.kernel_height,
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Data rows: output rows whose phase is a multiple of gcd(stride, dilation).
-void set_rows(const Axis& axis, RowsParams& p) {
-  const AxisParams height = axis_params(axis);
-  p.in_height = static_cast<int>(height.in), p.out_height = static_cast<int>(height.out);
-  p.kernel_height = height.kernel;
-  p.row_dilation = height.dilation_quotient;
-  p.row_inverse = height.inverse;
-  p.row_step = height.gcd;
-  p.first_row = (height.gcd - height.padding % height.gcd) % height.gcd;
-  p.tapless = p.first_row >= p.out_height;
-  if (p.tapless) p.first_row = 0;
-  p.rows = ceil_div(p.out_height - p.first_row, p.row_step);
-  p.row_phase = (p.first_row + height.padding) / p.row_step;
-  p.by_row_phase = fast_divide(height.stride_quotient);
-  p.by_row_dilation = fast_divide(height.dilation_quotient);
-}
-
-void set_columns(const Axis& axis, RowsParams& p) {
-  const AxisParams width = axis_params(axis);
-  p.in_width = static_cast<int>(width.in), p.out_width = static_cast<int>(width.out);
-  p.padding = width.padding;
-  p.first_base = static_cast<int>(width.first_base()), p.bases = static_cast<int>(width.num_bases());
-  p.segments = static_cast<int>(row_segments(axis));
-}
-
 // Which groups and channels a block makes, and what it stages at once; returns its bytes of shared memory.
 template <class Traits>
 int set_chunks(RowsParams& p) {
@@ -127,8 +102,7 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
   p.groups = static_cast<int>(problem.groups);
   p.in_channels = static_cast<int>(problem.in_channels_per_group());
   p.out_channels = static_cast<int>(problem.out_channels_per_group());
-  set_rows(problem.axis[1], p);
-  set_columns(problem.axis[2], p);
+  set_data_rows(problem, p);
   p.leading = p.first_row * p.out_width;
   p.gap = (p.row_step - 1) * p.out_width;
   p.trailing = (p.out_height - 1 - p.first_row - (p.rows - 1) * p.row_step) * p.out_width;

@@ -18,7 +18,7 @@ class RowsKernel {
 
   const RowsParams& p;
   const RowsBlock b;
-  const RowsTaps taps;
+  const RowTaps taps;
   const RowsColumns columns;
   // Shared memory: constant outputs on their way; then what is staged.
   float* const constants;
@@ -39,7 +39,7 @@ class RowsKernel {
   __device__ RowsKernel(const RowsParams& p, float* shared)
       : p(p),
         b(RowsBlock::make<Traits>(p, blockIdx.x)),
-        taps(RowsTaps::make(p, b.row)),
+        taps(RowTaps::make(p, b.row)),
         columns(RowsColumns::make<Traits>(p, b)),
         constants(shared),
         weights(shared + Traits::kConstants),
@@ -57,7 +57,7 @@ class RowsKernel {
     const int channels = min(p.channel_chunk, b.channels);
     stage(0, min(p.tap_chunk, taps.count), 0, channels);
     prefetch_inputs();
-    const RowsConstants<Traits> constant_rows{p, b, taps, constants, stream_policy};
+    const RowsConstants<Traits> constant_rows{p, b, constants, stream_policy};
     constant_rows.fill();
     fence_before_bulk();
     wait_for_copies();
@@ -291,7 +291,7 @@ class RowsKernel {
     const int end = min(p.out_width, first_output() + min(b.columns, (warp + 1) * kWarpColumns) * kStride);
 #pragma unroll 1
     for (int c = 0; c < 4 && b.channel_exists(p, group, quad, c); ++c) {
-      float* const output = b.row_of(p, b.first_channel(p, group, quad) + c, taps.output_row);
+      float* const output = b.row_of(p, b.first_channel(p, group, quad) + c);
 #pragma unroll 1
       for (int at = first + lane / 4; at < end; at += 8) {
         if (!reads_outside((at - first_output()) / kStride)) continue;
@@ -305,7 +305,7 @@ class RowsKernel {
     const int64_t pixel = p.output_stride.axis[2];
     if (active) {
       const int channels = min(4, p.out_channels - 4 * (b.quad + quad));
-      float* const output = b.row_of(p, b.first_channel(p, group, quad), taps.output_row);
+      float* const output = b.row_of(p, b.first_channel(p, group, quad));
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
         const int j = column + i * Traits::kColumnStep;
@@ -328,7 +328,7 @@ class RowsKernel {
     }
     const int at = first_output() + Traits::kColumns * kStride + tail_output();
     if (!Traits::kWhole && tail_exists() && at < p.out_width) {
-      b.row_of(p, b.first_channel(p, tail_group, tail_quad) + lane % 4, taps.output_row)[at * pixel] = tail_acc;
+      b.row_of(p, b.first_channel(p, tail_group, tail_quad) + lane % 4)[at * pixel] = tail_acc;
     }
   }
 };

@@ -11,7 +11,6 @@ template <class Traits>
 struct RowsConstants {
   const RowsParams& p;
   const RowsBlock& b;
-  const RowsTaps& taps;
   float* buffer;  // shared memory, from which constants are stored in bulk
   uint64_t stream_policy;
 
@@ -32,7 +31,7 @@ struct RowsConstants {
   // The constants around the data row.
   __device__ void store() const {
     if (p.row_step == 1) return;
-    float* const output = b.row_of(p, 0, taps.output_row);
+    float* const output = b.row_of(p, 0);
     if (b.row == 0 && p.leading > 0) store_pixels(output - p.leading * p.output_stride.axis[2], p.leading);
     store_pixels(output + p.output_stride.axis[1], b.row == p.rows - 1 ? p.trailing : p.gap);
     commit_bulk();

@@ -3,9 +3,7 @@
 
 #include <cstdint>
 
-#include "../core/rows.h"
-#include "device/fast_divide.h"
-#include "params.h"
+#include "data_rows.h"
 
 namespace fastconvt::cuda {
 
@@ -16,23 +14,16 @@ constexpr int kRowsQuads = 4;  // of output channels, in one block
 // Tensors are channels_last. A block makes one data row (an output row whose phase can have taps) of up to 16 output
 // channels, kRowColumns bases of the last axis and a few more outputs beyond them, and stores its share of the constant
 // rows that follow. Data rows are first_row + i * row_step; the output rows between them are bias and nothing else.
-struct RowsParams {
+struct RowsParams : DataRows {
   const float* input;
   const float* weight;
   const float* bias;  // or null
   float* output;
   Strides input_stride;
   Strides output_stride;
-  int64_t weight_channel;  // between input channels
-  int weight_filter;       // between output channels
-  int in_height, in_width, out_height, out_width;
-  int padding, first_base, bases, segments;  // of the last axis
-  int kernel_height, row_dilation;           // row_dilation: input rows between neighbouring taps of a phase
-  int first_row, row_step, rows;             // data rows
-  int leading, gap, trailing;                // constant pixels before, between and after the data rows of a sample
-  int row_phase;                             // (first_row + padding) / row_step
-  int row_inverse;                           // of dilation / gcd modulo stride / gcd, along the height
-  bool tapless;                              // no output row has a phase with taps: row 0 stands for a data row
+  int64_t weight_channel;      // between input channels
+  int weight_filter;           // between output channels
+  int leading, gap, trailing;  // constant pixels before, between and after the data rows of a sample
   int groups;
   int in_channels, out_channels;    // of one group
   int block_groups, block_quads;    // groups of a block, channel quads of each in the block
@@ -47,8 +38,6 @@ struct RowsParams {
   int64_t input_bytes;
   int burst_blocks, burst_bytes;
   FastDivide by_segment, by_row, by_channel_block, by_quad_block, by_burst;
-  FastDivide by_row_phase;     // stride / gcd of the height: phases with taps, and the taps' step
-  FastDivide by_row_dilation;  // row_dilation
 };
 
 }  // namespace fastconvt::cuda

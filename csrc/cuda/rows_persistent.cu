@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "launchers.h"
+#include "rows_mma_height.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -20,18 +21,7 @@ RowsPersistentParams rows_persistent_params(const Problem& problem, const void* 
                                             const void* bias, void* output) {
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   RowsPersistentParams p{};
-  p.in_height = static_cast<int>(height.in);
-  p.out_height = static_cast<int>(height.out());
-  p.height_kernel = static_cast<int>(height.kernel);
-  p.height_stride = static_cast<int>(height.stride);
-  p.height_padding = static_cast<int>(height.padding);
-  p.tap_step = static_cast<int>(height.tap_step());
-  p.back_step = static_cast<int>(p.tap_step * height.dilation / height.stride);
-  for (int64_t r = 0; r < height.stride; ++r) {
-    const int64_t tap = height.first_tap(r);
-    p.phase[r].first_tap = static_cast<int16_t>(tap < height.kernel ? tap : -1);
-    p.phase[r].back = static_cast<int16_t>(tap < height.kernel ? -height.offset(r, tap) : 0);
-  }
+  set_height(height, p);
   p.padding = static_cast<int>(width.padding);
   p.in_width = static_cast<int>(width.in);
   p.out_width = static_cast<int>(width.out());

@@ -51,35 +51,6 @@ struct RowsTraits {
   static constexpr int kConstants = kStride * kColumns;  // floats from which constant outputs are stored
 };
 
-// One data row: the taps of the height that are in range.
-struct RowsTaps {
-  int output_row;
-  int first, count;  // first + j * step
-  int input_row;     // that the first of them reads; the j-th reads j * row_dilation before
-
-  // row_step * (row_phase + row) = output_row + padding = stride * q + row_step * phase.
-  __device__ static RowsTaps make(const RowsParams& p, int row) {
-    RowsTaps r;
-    r.output_row = p.first_row + row * p.row_step;
-    int phase = p.row_phase + row;
-    const int q = p.by_row_phase(phase);
-    int t = phase * p.row_inverse;
-    p.by_row_phase(t);
-    int reach = t * p.row_dilation - phase;  // a multiple of the step
-    const int h = q - p.by_row_phase(reach);
-    int last = p.kernel_height - 1 - t;
-    const int taps = last < 0 || p.tapless ? 0 : p.by_row_phase(last) + 1;
-    int above = h - p.in_height + p.row_dilation;  // taps that read below the input come first
-    const int begin = above < p.row_dilation ? 0 : p.by_row_dilation(above);
-    int below = h;
-    const int end = h < 0 ? 0 : min(taps, p.by_row_dilation(below) + 1);
-    r.count = max(0, end - begin);
-    r.first = t + begin * p.by_row_phase.divisor;
-    r.input_row = h - begin * p.row_dilation;
-    return r;
-  }
-};
-
 // What all threads of a block agree on.
 struct RowsBlock {
   int batch, group, quad;  // first group of the block, first quad of that group
@@ -123,8 +94,9 @@ struct RowsBlock {
     const bool exists = p.bias != nullptr && channel_exists(p, group, quad, c);
     return exists ? __ldg(p.bias + first_channel(p, group, quad) + c) : 0.0f;
   }
-  // Where an output row of a channel starts.
-  __device__ float* row_of(const RowsParams& p, int64_t channel, int output_row) const {
+  // Where the data row of a channel starts.
+  __device__ float* row_of(const RowsParams& p, int64_t channel) const {
+    const int output_row = p.first_row + row * p.row_step;
     return p.output + batch * p.output_stride.batch + output_row * p.output_stride.axis[1] + channel;
   }
 };
