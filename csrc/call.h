@@ -63,7 +63,8 @@ bool has_strides_of(const Tensor& t, Layout layout);
 template <class... Args>
 std::array<StableIValue, sizeof...(Args)> call_operator(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  STD_TORCH_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) == 0, name,
+                  " failed; PyTorch has printed the reason to stderr");
   return stack;
 }
 
