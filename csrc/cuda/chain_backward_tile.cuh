@@ -91,6 +91,4 @@ __device__ __forceinline__ float load_weight(const FusedParams& p, int in_channe
       __ldg(static_cast<const T*>(p.weight) + (in_channel * p.out_channels + out_channel) * taps + tap));
 }
 
-__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < Log2Domain<float>::infinity(); }
-
 }  // namespace fastconvt::cuda

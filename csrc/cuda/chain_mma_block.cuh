@@ -6,6 +6,7 @@
 #include "chain.cuh"
 #include "chain_mma_params.h"
 #include "device/numeric.cuh"
+#include "device/shared_address.cuh"
 
 namespace fastconvt::cuda::chain_mma {
 
@@ -66,10 +67,6 @@ __device__ __forceinline__ void keep(T*& pointer) {
 
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&a)[4]) {

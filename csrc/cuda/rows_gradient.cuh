@@ -7,6 +7,7 @@
 #include "../core/rows_gradient.h"
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
+#include "device/shared_address.cuh"
 #include "params.h"
 
 namespace fastconvt::cuda {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void stage_edges(const RowSource& source, const T* ro
     const T* element = row + static_cast<int64_t>(channel - kind) * source.channel + place;
     T* to = stage + channel * pitch + place;
     if (begins == ends) {
-      copy_async<4>(static_cast<uint32_t>(__cvta_generic_to_shared(to)), begins ? element : row, begins);
+      copy_async<4>(shared_address(to), begins ? element : row, begins);
     } else {  // two bytes of each
       to[0] = begins ? element[0] : T{};
       to[kUnit - 1] = ends ? element[kUnit - 1] : T{};
@@ -157,7 +158,7 @@ __device__ __forceinline__ void stage_aligned(int thread, const RowSource& sourc
   for (int c = thread % places * kVector; c < columns; c += places * kVector) {
     const bool exists = static_cast<unsigned>(first + c) < source.width;
     const T* element = from + static_cast<int64_t>(first_channel) * source.channel + c;
-    uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(stage + first_channel * pitch + c));
+    uint32_t target = shared_address(stage + first_channel * pitch + c);
     int channel = first_channel;
 #pragma unroll 1
     for (; channel + 3 * apart < existing; channel += 4 * apart) {
@@ -197,7 +198,7 @@ __device__ __forceinline__ void stage_vectors(int thread, const RowSource& sourc
         copied[i] = base + 32 * i < vectors && (whole[i] || column <= -kVector || column >= source.width);
       }
       const T* element = row + base * kVector;
-      uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(stage + kind * pitch + base * kVector));
+      uint32_t target = shared_address(stage + kind * pitch + base * kVector);
       int channel = kind;
 #pragma unroll 1
       for (; channel < existing; channel += kVector, element += step, target += 16 * pitch) {
@@ -240,7 +241,7 @@ __device__ __forceinline__ void stage_row(int thread, const RowSource& source, c
     const T* element = from + (exists ? channel + static_cast<int64_t>(first + c) * source.column : 0);
     T* target = stage + channel * pitch + c;
     if constexpr (sizeof(T) == 4) {
-      copy_async<4>(static_cast<uint32_t>(__cvta_generic_to_shared(target)), element, exists);
+      copy_async<4>(shared_address(target), element, exists);
     } else {
       *target = exists ? *element : T{};
     }

@@ -148,7 +148,8 @@ class RowsMmaKernel {
           __syncthreads();  // the row before is copied, or stored
         }
         if (are_finite(sum)) {
-          add_infinite_terms(sum);
+          const float bias[2] = {terms[rows_mma_channel(p, row, 0)], terms[rows_mma_channel(p, row, 1)]};
+          add_infinite_terms(bias, sum);
           outputs.clear_outside(at, strip, sum);
           outputs.stage_outputs(unit, at, strip, sum);
         } else {
@@ -221,33 +222,6 @@ class RowsMmaKernel {
         }
       }
     }
-  }
-
-  static __device__ bool is_finite(float x) { return x - x == 0.f; }
-
-  // A bias that is not finite stays out of the sums, where it would look like a wrong one.
-  __device__ void add_infinite_terms(Sums& sum) const {
-    const float term[2] = {terms[rows_mma_channel(p, row, 0)], terms[rows_mma_channel(p, row, 1)]};
-    if (__all_sync(~0u, is_finite(term[0]) && is_finite(term[1]))) return;
-#pragma unroll
-    for (int r = 0; r < kStride; ++r)
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[r][j][i] += is_finite(term[i / 2]) ? 0.f : term[i / 2];
-  }
-
-  // Inputs that do not exist are zeros, which only finite weights leave without effect, and TF32 may round to inf: both
-  // show in a sum that is not finite.
-  static __device__ bool are_finite(const Sums& sum) {
-    float probe[4] = {};
-#pragma unroll
-    for (int r = 0; r < kStride; ++r)
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) probe[i] = fmaf(sum[r][j][i], 0.f, probe[i]);
-    return __all_sync(~0u, (probe[0] + probe[1]) + (probe[2] + probe[3]) == 0.f);
   }
 
   __device__ void stage_by_definition(const Unit& unit, const Row& at, int phase, int strip) const {

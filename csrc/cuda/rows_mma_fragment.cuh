@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/numeric.cuh"
+#include "device/shared_address.cuh"
 
 namespace fastconvt::cuda {
 
@@ -67,6 +68,33 @@ __device__ inline void multiply_add(float (&sum)[4], const MmaLeft<__nv_bfloat16
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(left.word[0]), "r"(left.word[1]), "r"(right));
 #endif
+}
+
+// A lane's sums by phase of the last axis and tile; terms[i / 2] is the bias of sum i. A bias that is not finite stays
+// out of the sums, where it would look like a wrong one, until here.
+template <int kStride, int kTiles>
+__device__ __forceinline__ void add_infinite_terms(const float (&terms)[2], float (&sum)[kStride][kTiles][4]) {
+  if (__all_sync(~0u, is_finite(terms[0]) && is_finite(terms[1]))) return;
+#pragma unroll
+  for (int r = 0; r < kStride; ++r)
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[r][j][i] += is_finite(terms[i / 2]) ? 0.f : terms[i / 2];
+}
+
+// Inputs that do not exist are zeros, which only finite weights leave without effect, and TF32 may round to inf: both
+// show in a sum that is not finite.
+template <int kStride, int kTiles>
+__device__ __forceinline__ bool are_finite(const float (&sum)[kStride][kTiles][4]) {
+  float probe[4] = {};
+#pragma unroll
+  for (int r = 0; r < kStride; ++r)
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) probe[i] = fmaf(sum[r][j][i], 0.f, probe[i]);
+  return __all_sync(~0u, (probe[0] + probe[1]) + (probe[2] + probe[3]) == 0.f);
 }
 
 }  // namespace fastconvt::cuda

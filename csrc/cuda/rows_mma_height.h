@@ -1,4 +1,4 @@
-// What the row kernels on matrix units see of the height, host side.
+// What the row kernels on matrix units see of the height.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,12 @@
 
 namespace fastconvt::cuda {
 
-// Sets the sizes and, for each phase r of the height, its first tap and how far before the base that one reads; the
-// first tap is negative where there is none.
+// Phase r of the height: its first tap, which reads `back` rows before the base; none if first_tap is negative.
+struct RowsMmaPhase {
+  int16_t first_tap, back;
+};
+
+// Sets the sizes and the phases of the height.
 template <class Params>
 void set_height(const Axis& height, Params& p) {
   p.in_height = static_cast<int>(height.in);

@@ -5,13 +5,9 @@
 #include "epilogue.cuh"
 #include "params.h"
 #include "rows_mma_fragment.cuh"
+#include "rows_mma_height.h"
 
 namespace fastconvt::cuda {
-
-// Phase r of the height: its first tap, which reads `back` rows before the base; none if first_tap is negative.
-struct RowsMmaPhase {
-  int16_t first_tap, back;
-};
 
 struct RowsMmaParams {
   const void* input;
@@ -119,7 +115,7 @@ struct alignas(sizeof(T) * 4) RowsMmaQuad {
 
   // Asynchronously; `this` is in shared memory.
   __device__ void request(const T* at, bool exists) {
-    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(this));
+    const uint32_t to = shared_address(this);
     const int size = exists ? sizeof(*this) : 0;  // the rest becomes zero
     if constexpr (sizeof(T) == 4) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(at), "r"(size) : "memory");

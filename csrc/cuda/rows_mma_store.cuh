@@ -1,6 +1,7 @@
 // The row family on tensor cores: output rows in shared memory and on their way from there.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "rows_mma_stage.cuh"
 
 namespace fastconvt::cuda {
@@ -154,7 +155,7 @@ class RowsMmaOutputs {
   // none, may be overwritten.
   static __device__ void close_group() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    commit_bulk();
 #endif
   }
   static __device__ void wait_for_groups(bool but_one) {
@@ -162,14 +163,14 @@ class RowsMmaOutputs {
     if (but_one) {
       asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     } else {
-      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      wait_for_bulk_reads();
     }
 #endif
   }
   // Makes what this thread has written to shared memory visible to copies that are issued after a barrier.
   static __device__ void fence() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_before_bulk();
 #endif
   }
 
@@ -215,7 +216,7 @@ class RowsMmaOutputs {
   static __device__ void copy(T* target, const T* source, int count) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-                 "r"(static_cast<uint32_t>(__cvta_generic_to_shared(source))), "r"(count * static_cast<int>(sizeof(T)))
+                 "r"(shared_address(source)), "r"(count * static_cast<int>(sizeof(T)))
                  : "memory");
 #endif
   }

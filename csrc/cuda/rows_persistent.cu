@@ -5,7 +5,6 @@
 
 #include "dispatch.h"
 #include "launchers.h"
-#include "rows_mma_height.h"
 
 namespace fastconvt::cuda {
 namespace {

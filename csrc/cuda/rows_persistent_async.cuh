@@ -1,20 +1,12 @@
-// What the roles of the persistent row family wait for: bulk stores, copies of inputs, barriers (compute
+// What the roles of the persistent row family wait for besides bulk stores: copies of inputs, barriers (compute
 // capability 9.0).
 #pragma once
 
-#include <cstdint>
+#include "device/bulk.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Makes what this thread has written to shared memory visible to bulk stores that are issued after a barrier.
-__device__ inline void fence_before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // `bytes` of a row, or zeros.
 template <int bytes>

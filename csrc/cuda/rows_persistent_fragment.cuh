@@ -31,7 +31,7 @@ __device__ inline void load_transposed(const void* at, uint32_t* matrix) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(at)))
+               : "r"(shared_address(at))
                : "memory");
 #endif
 }

@@ -145,7 +145,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     finish(inputs);
     stage.wait_until_free();
     if (are_finite(sum)) {
-      add_infinite_terms(sum);
+      add_infinite_terms({terms[row], terms[row + 8]}, sum);
       stage_outputs(item, this->output_y(base, phase), stage.outputs, sum);
     } else {
       stage_by_definition<Traits>(p, item, base, phase, warp * 8 * kTiles * kStride, terms,
@@ -233,33 +233,6 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
         for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0]);
       }
     }
-  }
-
-  static __device__ bool is_finite(float x) { return x - x == 0.f; }
-
-  // A bias that is not finite stays out of the sums, where it would look like a wrong one.
-  __device__ void add_infinite_terms(Sums& sum) const {
-    const float term[2] = {terms[row], terms[row + 8]};
-    if (__all_sync(~0u, is_finite(term[0]) && is_finite(term[1]))) return;
-#pragma unroll
-    for (int r = 0; r < kStride; ++r)
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[r][j][i] += is_finite(term[i / 2]) ? 0.f : term[i / 2];
-  }
-
-  // Inputs that do not exist are zeros, which only finite weights leave without effect, and TF32 may round to inf: both
-  // show in a sum that is not finite.
-  static __device__ bool are_finite(const Sums& sum) {
-    float probe[4] = {};
-#pragma unroll
-    for (int r = 0; r < kStride; ++r)
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) probe[i] = fmaf(sum[r][j][i], 0.f, probe[i]);
-    return __all_sync(~0u, (probe[0] + probe[1]) + (probe[2] + probe[3]) == 0.f);
   }
 
   // What stands outside of the row is the constant that fills it up.

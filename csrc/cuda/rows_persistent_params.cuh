@@ -5,13 +5,13 @@
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "params.h"
+#include "rows_mma_height.h"
 
 namespace fastconvt::cuda {
 
-// Phase r of the height: its first tap, which reads `back` rows before the base; none if first_tap is negative: its
-// rows are constants. A row is joined to the neighbour's if that is long enough and one of the two is a constant.
-struct RowsPersistentPhase {
-  int16_t first_tap, back;
+// Rows of a phase without taps are constants. A row is joined to the neighbour's if that is long enough and one of the
+// two is a constant.
+struct RowsPersistentPhase : RowsMmaPhase {
   bool joined_before, joined_after;
 };
 

@@ -63,7 +63,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
   // Waits until all copies have read what they store.
   static __device__ void wait_for_copies() {
     commit_bulk();
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    wait_for_bulk_reads();
     __syncwarp();
   }
 

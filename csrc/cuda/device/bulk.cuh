@@ -1,15 +1,11 @@
 // Asynchronous copies of compute capability 8.0 (16 and 4 bytes a thread) and 9.0 (bulk stores, L2 prefetches).
 #pragma once
 
-#include <cstdint>
+#include "shared_address.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // L2 policies: what is touched once makes room first; what others will read soon stays.
 __device__ inline uint64_t evict_first_policy() {
@@ -40,6 +36,7 @@ __device__ inline void bulk_store(float* target, const float* source, int count,
                "r"(shared_address(source)), "r"(count * 4), "l"(policy)
                : "memory");
 }
+// Makes what this thread has written to shared memory visible to bulk stores that are issued after a barrier.
 __device__ inline void fence_before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

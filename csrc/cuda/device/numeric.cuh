@@ -25,6 +25,8 @@ __device__ inline double to_accumulator(double x) { return x; }
 __device__ inline float to_accumulator(__half x) { return __half2float(x); }
 __device__ inline float to_accumulator(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
+
 // Rounds to nearest even, once.
 template <typename T>
 __device__ inline T from_accumulator(accumulator_t<T> x) {

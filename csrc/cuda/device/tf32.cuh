@@ -2,7 +2,7 @@
 // three products of halves stand for one of float32: what is left out is below 2^-21 of it.
 #pragma once
 
-#include <cstdint>
+#include "shared_address.cuh"
 
 namespace fastconvt::cuda {
 
@@ -42,10 +42,6 @@ __device__ __forceinline__ void load_matrices(float (&a)[4], uint32_t shared_add
                : "memory");
   a[0] = __uint_as_float(r0), a[1] = __uint_as_float(r1), a[2] = __uint_as_float(r2), a[3] = __uint_as_float(r3);
 #endif
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 }  // namespace fastconvt::cuda
