@@ -16,7 +16,7 @@ uint32_t granule_offset(const Plan& plan, const fastconvt::chain_mma::Granule& g
   int position = 0;
   for (int a = 0; a < 3; ++a) position = position * plan.region[a] + granule.offset[a] - plan.low[a];
   const int plane = granule.block * (plan.split ? 2 : 1) + (granule.pair ? 0 : 1);
-  return static_cast<uint32_t>(plane * plan.positions() + position) * 16;
+  return static_cast<uint32_t>(plane * plan.positions() + position) * plan.position_bytes();
 }
 
 void set_steps(const Plan& plan, Params& p) {
@@ -64,10 +64,10 @@ void set_existence(const Problem& problem, const Plan& plan, Params& p) {
       for (int phase = 0; phase < 1 + plan.unit[u].paired; ++phase) {
         const uint32_t bit = 1u << (2 * u + phase);
         const int64_t residue = plan.unit[u].residue[a] + (a == 2 ? phase : 0);
-        const int64_t first = plan.first_cell[a] * axis.stride + residue - axis.padding;
+        const int64_t first = int64_t{plan.first_cell[a]} * plan.stride[a] + residue - plan.padding[a];
         p.all_exist |= bit;
         if (first >= 0) p.first_exists[a] |= bit;
-        if (first + p.last_cell[a] * axis.stride < axis.out()) p.last_exists[a] |= bit;
+        if (first + int64_t{p.last_cell[a]} * plan.stride[a] < axis.out()) p.last_exists[a] |= bit;
       }
     }
   }
@@ -88,8 +88,8 @@ Params make_params(const Problem& problem, const Plan& plan) {
     p.input_axis[a] = static_cast<int>(strides.axis[a]);
     p.in[a] = static_cast<int>(problem.axis[a].in);
     p.out[a] = static_cast<int>(problem.axis[a].out());
-    p.stride[a] = p.axis[a].stride;
-    p.padding[a] = p.axis[a].padding;
+    p.stride[a] = plan.stride[a];
+    p.padding[a] = plan.padding[a];
     p.tile[a] = plan.tile[a];
     p.first_cell[a] = plan.first_cell[a];
     p.low[a] = plan.low[a];
@@ -98,6 +98,7 @@ Params make_params(const Problem& problem, const Plan& plan) {
     p.tile_size[a] = fast_divide(plan.tile[a]);
     p.region_size[a] = fast_divide(plan.region[a]);
   }
+  p.twins = plan.twins;
   p.tile_groups = plan.tile_groups();
   p.positions = plan.positions();
   p.shared.bias = plan.column_chunks * plan.num_fragments * plan.column_tiles * 256;
@@ -105,7 +106,8 @@ Params make_params(const Problem& problem, const Plan& plan) {
   p.shared.cell_positions = p.shared.places + p.positions * 4;
   p.shared.teams = static_cast<int>(plan.block_bytes);
   p.shared.team_bytes = static_cast<int>(plan.team_bytes);
-  p.shared.cells = plan.planes() * p.positions * 16;
+  p.shared.cells = plan.planes() * p.positions * plan.position_bytes();
+  p.shared.rests = p.positions * plan.position_bytes();
   p.channel_blocks = plan.channel_blocks;
   p.column_chunks = plan.column_chunks;
   set_steps(plan, p);
@@ -172,14 +174,22 @@ bool set_shape(const Plan& plan, Params& p) {
   return true;
 }
 
+template <typename T, bool kSplit, int kColumns>
+cudaError_t launch_any(const Plan& plan, const Params& params, cudaStream_t stream) {
+  if constexpr (kSplit) {
+    if (plan.rests) return launch<Traits<T, kSplit, kColumns, AnyRests, false>>(plan, params, stream);
+  }
+  return launch<Traits<T, kSplit, kColumns, AnyShape, false>>(plan, params, stream);
+}
+
 template <typename T, bool kSplit>
 cudaError_t launch_columns(const Plan& plan, Params params, cudaStream_t stream) {
-  if (plan.column_tiles == 1) return launch<Traits<T, kSplit, 1, AnyShape, false>>(plan, params, stream);
+  if (plan.column_tiles == 1) return launch_any<T, kSplit, 1>(plan, params, stream);
   using Shape = Kernel3Stride2<kSplit>;
-  if (params.in_channels < kBlock && set_shape<Shape>(plan, params)) {
+  if (!plan.twins && params.in_channels < kBlock && set_shape<Shape>(plan, params)) {
     return launch<Traits<T, kSplit, 2, Shape, true>>(plan, params, stream);
   }
-  return launch<Traits<T, kSplit, 2, AnyShape, false>>(plan, params, stream);
+  return launch_any<T, kSplit, 2>(plan, params, stream);
 }
 
 }  // namespace

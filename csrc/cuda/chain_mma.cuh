@@ -70,9 +70,12 @@ class Kernel : public Weights<Traits> {
   template <int kPhases, bool kFirst>
   __device__ __forceinline__ void multiply(uint32_t offset, const uint32_t (&rows)[kTiles], const Fragment* fragments,
                                            const Bias& bias, Accumulators& first, Accumulators& second) const {
-    uint32_t a[kTiles][4];
+    uint32_t a[kTiles][4], rest[kTiles][4];
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) load_matrices(rows[m] + offset, a[m]);
+    for (int m = 0; m < kTiles; ++m) {
+      load_matrices(rows[m] + offset, a[m]);
+      if constexpr (Traits::kRests) load_matrices(rows[m] + offset + p.shared.rests, rest[m]);
+    }
 #pragma unroll
     for (int phase = 0; phase < 2; ++phase) {
       if (!(kPhases >> phase & 1)) continue;
@@ -87,6 +90,24 @@ class Kernel : public Weights<Traits> {
           const float* const begin = !kFirst ? sum[m][c] : Traits::kPadBias ? zero : bias[c];
           multiply_add(sum[m][c], a[m], b.value[2 * c], b.value[2 * c + 1], begin);
         }
+      }
+      if constexpr (Traits::kRests) {
+        multiply_rests(a, rest, b, *fragments, sum);
+        fragments += 32;
+      }
+    }
+  }
+
+  // The two small products: with the weights' rests, and of the inputs' rests.
+  __device__ __forceinline__ void multiply_rests(const uint32_t (&a)[kTiles][4], const uint32_t (&rest)[kTiles][4],
+                                                 const Fragment& b, const Fragment& b_rest, Accumulators& sum) const {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const uint32_t scaled[2] = {scale_down(b.value[2 * c]), scale_down(b.value[2 * c + 1])};
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        multiply_add(sum[m][c], a[m], b_rest.value[2 * c], b_rest.value[2 * c + 1], sum[m][c]);
+        multiply_add(sum[m][c], rest[m], scaled[0], scaled[1], sum[m][c]);
       }
     }
   }
@@ -144,6 +165,8 @@ class Kernel : public Weights<Traits> {
     }
   }
 
+  __device__ __forceinline__ int num_units() const { return Shape::kUnits > 0 ? Shape::kUnits : p.num_units; }
+
   // All outputs of a group of cells.
   __device__ __forceinline__ void make_group(int first) {
     const int lane = threadIdx.x % 32;
@@ -153,7 +176,7 @@ class Kernel : public Weights<Traits> {
     for (int m = 0; m < kTiles; ++m) {
       rows[m] = shared_address(shared.granules()) + shared.cell_positions()[first + m * kRows + lane % kRows] * 16;
     }
-    for (int begin = 0; begin < p.num_units; begin += kRoundUnits) {
+    for (int begin = 0; begin < num_units(); begin += kRoundUnits) {
       float totals[kTiles][4] = {};
       if (Shape::kUnits > 0 && any == p.all_exist) {
         add_units<0>(load_bias(0), rows, totals);
@@ -226,17 +249,18 @@ class Kernel : public Weights<Traits> {
         return (threadIdx.x & 16) ? taken >> 16 : taken & 0xffff;
       };
       multiply<3, true>(take(), rows, fragments, of.bias, first, second);
-      fragments += 64;
+      constexpr int kBoth = 64 * Traits::kParts;
+      fragments += kBoth;
 #pragma unroll 1
-      for (int i = 1; i < unit.both; ++i, fragments += 64) {
+      for (int i = 1; i < unit.both; ++i, fragments += kBoth) {
         multiply<3, false>(take(), rows, fragments, of.bias, first, second);
       }
 #pragma unroll 1
-      for (int i = 0; i < unit.single[0]; ++i, fragments += 32) {
+      for (int i = 0; i < unit.single[0]; ++i, fragments += kBoth / 2) {
         multiply<1, false>(take(), rows, fragments, of.bias, first, second);
       }
 #pragma unroll 1
-      for (int i = 0; i < unit.single[1]; ++i, fragments += 32) {
+      for (int i = 0; i < unit.single[1]; ++i, fragments += kBoth / 2) {
         multiply<2, false>(take(), rows, fragments, of.bias, first, second);
       }
       add_powers(first, second, unit.paired, index, totals);
@@ -245,7 +269,7 @@ class Kernel : public Weights<Traits> {
 
   // The outputs of one unit for the lane's cells.
   __device__ __forceinline__ void store(int first, int unit, const float (&totals)[kTiles][4]) {
-    if (unit >= p.num_units) return;
+    if (unit >= num_units()) return;
     T* unit_output = static_cast<T*>(p.output) + state.output + p.unit[unit].output;
     keep(unit_output);
     const int lane_cell = first + threadIdx.x % 32 / 4;
@@ -309,7 +333,11 @@ class Kernel : public Weights<Traits> {
         const int bit = __ffs(left) - 1;
         const PackedUnit& unit = p.unit[bit / 2];
         int base[3], residue[3] = {unit.residue[0], unit.residue[1], unit.residue[2] + bit % 2};
-        for (int a = 0; a < 3; ++a) base[a] = tile.origin[a] + at[a];
+        for (int a = 0; a < 3; ++a) {  // for twins, these are not the axis's own
+          const int output = (tile.origin[a] + at[a]) * p.stride[a] - p.padding[a] + residue[a];
+          base[a] = (output + p.axis[a].padding) / p.axis[a].stride;
+          residue[a] = (output + p.axis[a].padding) % p.axis[a].stride;
+        }
         const float value = output_by_definition(tile.entry, base, residue);
         static_cast<T*>(p.output)[state.output + shared.cells()[cell].output + unit.output + bit % 2] =
             from_accumulator<T>(value);

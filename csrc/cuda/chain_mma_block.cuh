@@ -10,17 +10,23 @@
 
 namespace fastconvt::cuda::chain_mma {
 
-// Steps of a unit whose number is known at compile time; AnyShape: read from the parameters.
+// Steps of a unit whose number is known at compile time; AnyShape: read from the parameters. kRests as in the plan.
 struct AnyShape {
+  static constexpr bool kRests = false;
   static constexpr int kUnits = 0;
   FASTCONVT_HOST_DEVICE static constexpr int both(int) { return 0; }
   FASTCONVT_HOST_DEVICE static constexpr int single(int) { return 0; }
   FASTCONVT_HOST_DEVICE static constexpr int delta(int, int) { return 0; }
 };
 
+struct AnyRests : AnyShape {
+  static constexpr bool kRests = true;
+};
+
 // Kernel 3 and stride 2 along each axis: units of 4, 2, 2 and 1 rows, the first phase with two taps in each.
 template <bool kSplit>
 struct Kernel3Stride2 {
+  static constexpr bool kRests = false;
   static constexpr int kUnits = 4;
   FASTCONVT_HOST_DEVICE static constexpr int rows(int unit) { return 4 >> (unit + 1) / 2; }
   FASTCONVT_HOST_DEVICE static constexpr int both(int unit) { return kSplit ? rows(unit) : (rows(unit) + 1) / 2; }
@@ -48,6 +54,8 @@ struct Traits {
   using Shape = Shape_;
   static constexpr bool kSplit = kSplit_;
   static constexpr int kColumns = kColumns_;  // of 8 channels
+  static constexpr bool kRests = Shape::kRests;
+  static constexpr int kParts = kRests ? 2 : 1;  // of a step's weights: rounded, and what rounding left of them
   // Of at most three channels: the fourth of each cell is 1 and carries the bias. Costs no instruction.
   static constexpr bool kPadBias = kPadBias_;
   // Where results are no more exact than that: S is summed in TF32, and polynomials relieve the special function unit.
@@ -88,6 +96,12 @@ __device__ __forceinline__ void add_selected(float (&sum)[4], const uint32_t (&a
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Both halves divided by kSplitScale.
+__device__ __forceinline__ uint32_t scale_down(uint32_t halves) {
+  const __half2 h = __hmul2(reinterpret_cast<const __half2&>(halves), __float2half2_rn(1 / kSplitScale));
+  return reinterpret_cast<const uint32_t&>(h);
 }
 
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -45,6 +45,7 @@ static_assert(kUnsafe == 16);
 // In bytes. A block's: fragments of weights, then these; a team's: granules, then cells.
 struct SharedOffsets {
   int bias, places, cell_positions, teams, team_bytes, cells;
+  int rests;  // from a pair granule to that of its rests
 };
 
 struct Params {
@@ -57,10 +58,11 @@ struct Params {
   int in_channels, out_channels, kernel_positions, weight_elements;
   int64_t input_batch, output_batch;
   int input_channel, input_axis[3];
-  int in[3], out[3], stride[3], padding[3];
+  int in[3], out[3], stride[3], padding[3];  // the last two: of cells, as in the plan
   int tile[3], first_cell[3], low[3], region[3];
   FastDivide tiles[3], tile_size[3], region_size[3], parts;
   int tile_groups, positions;
+  int twins;  // 0 or 1
   SharedOffsets shared;
   int num_tasks, whole_tiles;  // whole tiles; then the rest, each in so many parts
   int channel_blocks, column_chunks, num_steps, num_units, num_fragments;

@@ -18,8 +18,11 @@ class Stage {
   __device__ Stage(const Params& p, unsigned char* memory, State& state)
       : p(p), shared{p, memory}, block(state.block), state(state.team[threadIdx.y]) {}
 
+  // 0 or 1. No shape that is known at compile time has them.
+  __device__ __forceinline__ int twins() const { return Traits::Shape::kUnits > 0 ? 0 : p.twins; }
+
   // Inputs of a thread's next positions, on their way from global memory.
-  static constexpr int kAhead = Traits::kPadBias ? 6 : 4;
+  static constexpr int kAhead = Traits::kPadBias || Traits::kRests ? 6 : 4;
   struct Batch {
     T value[kAhead][kBlock];
   };
@@ -32,7 +35,7 @@ class Stage {
       int y = p.tile_size[2](x);
       const int z = p.tile_size[1](y);
       shared.cell_positions()[cell] =
-          static_cast<uint16_t>(z < p.tile[0] ? (z * p.region[1] + y) * p.region[2] + x : 0);
+          static_cast<uint16_t>(z < p.tile[0] ? ((z * p.region[1] + y) * p.region[2] >> twins()) + x : 0);
       const int output = (z * p.stride[0] * p.out[1] + y * p.stride[1]) * p.out[2] + x * p.stride[2];
       for (int team = 0; team < teams; ++team) shared.cells(shared.team(team))[cell].output = output;
     }
@@ -110,7 +113,7 @@ class Stage {
     Source source{static_cast<const T*>(p.input) + tile.entry * p.input_batch, 0, 0};
 #pragma unroll
     for (int a = 0; a < 3; ++a) {
-      const int first = tile.origin[a] + p.low[a];
+      const int first = tile.origin[a] * (a == 2 ? 1 + twins() : 1) + p.low[a];
       source.above = source.above << 10 | (kTop - max(0, min(-first, kTop)));
       source.below = source.below << 10 | (kTop - 1 + max(0, min(p.in[a] - first, kTop)));
       source.first += static_cast<int64_t>(first) * p.input_axis[a];
@@ -144,7 +147,7 @@ class Stage {
   __device__ void stage_inputs(const Source& source, Batch& batch) {
     const float scale = block.input_scale;
     for (int b = 0; b < p.channel_blocks; ++b) {
-      uint4* const plane = shared.granules() + b * (Traits::kSplit ? 2 : 1) * p.positions;
+      uint4* const plane = shared.granules() + (b * (Traits::kSplit ? 2 : 1) * p.positions >> twins());
       for (int begin = team_thread(); begin < p.positions; begin += kAhead * kTeamThreads) {
         if (b > 0 || begin != team_thread()) load(source, b, begin, batch);
 #pragma unroll
@@ -163,14 +166,24 @@ class Stage {
       x[c] = Traits::kPadBias && c == kBlock - 1 ? 1.0f : to_accumulator(value[c]) * scale;
     }
     const uint2 rounded = make_uint2(pack(x[0], x[1]), pack(x[2], x[3]));
-    uint2* const pairs = reinterpret_cast<uint2*>(plane) + 2 * position;
-    pairs[0] = rounded;
-    if (position > 0) pairs[-1] = rounded;
-    if (position == p.positions - 1) pairs[1] = make_uint2(0, 0);
+    store_pairs(plane, position, rounded);
     if constexpr (Traits::kSplit) {
-      plane[p.positions + position] =
-          make_uint4(rounded.x, rounded.y, pack_rest(rounded.x, x[0], x[1]), pack_rest(rounded.y, x[2], x[3]));
+      const uint2 rest = make_uint2(pack_rest(rounded.x, x[0], x[1]), pack_rest(rounded.y, x[2], x[3]));
+      if constexpr (Traits::kRests) {
+        store_pairs(plane + (p.positions >> twins()), position, rest);
+      } else {
+        plane[p.positions + position] = make_uint4(rounded.x, rounded.y, rest.x, rest.y);
+      }
     }
+  }
+
+  // A position's half of the pair granules that it is in.
+  __device__ __forceinline__ void store_pairs(uint4* plane, int position, uint2 half) {
+    uint2* const halves = reinterpret_cast<uint2*>(plane) + (twins() ? 1 : 2) * position;
+    halves[0] = half;
+    if (twins()) return;
+    if (position > 0) halves[-1] = half;
+    if (position == p.positions - 1) halves[1] = make_uint2(0, 0);
   }
 };
 

@@ -33,7 +33,7 @@ class Weights : public Stage<Traits> {
     for (int i = warp; i < 2 * p.num_steps; i += block_threads() / 32) {
       const int step = i / 2, phase = i % 2, phases = p.step_phases[step];
       if (phases >> phase & 1) {
-        pack_weights(step, phase, p.step_fragment[step] + (phase & phases), lane, weight_scale);
+        pack_weights(step, phase, p.step_fragment[step] + Traits::kParts * (phase & phases), lane, weight_scale);
       }
     }
     for (int c = block_thread(); c < p.column_chunks * kColumns * 8; c += block_threads())
@@ -85,13 +85,13 @@ class Weights : public Stage<Traits> {
     const int row = lane % 4 * 2;  // of the inner dimension, in both granules
     const int cell = row / kBlock;
     for (int chunk = 0; chunk < p.column_chunks; ++chunk) {
-      Fragment packed;
+      Fragment packed[Traits::kParts];
 #pragma unroll
       for (int i = 0; i < 2 * kColumns; ++i) {
         const PackedGranule& granule = p.granule[step][i % 2];
         const int column = (chunk * kColumns + i / 2) * 8 + lane / 4;
         const int tap = granule.tap[phase][granule.pair ? cell : 0];
-        float w[2];
+        float w[2], rest[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int channel = granule.block * kBlock + row % kBlock + j;
@@ -100,16 +100,21 @@ class Weights : public Stage<Traits> {
           w[j] = exists ? to_accumulator(__ldg(static_cast<const T*>(p.weight) + index)) * scale : 0;
           if constexpr (Traits::kSplit) {
             const float high = __half2float(__float2half_rn(w[j]));
-            w[j] = granule.pair ? w[j] - high : cell == 0 ? high : high * (1 / kSplitScale);
+            rest[j] = w[j] - high;
+            w[j] = Traits::kRests ? high : granule.pair ? rest[j] : cell == 0 ? high : high * (1 / kSplitScale);
           }
           if (Traits::kPadBias && row + j == kBlock - 1 && p.step_phases[step] >> 2 != 0) {
             const float bias = bias_of(column), high = __half2float(__float2half_rn(bias));
             w[j] = i % 2 == 0 ? high : high == bias ? 0 : bias - high;
           }
         }
-        packed.value[i] = pack(w[0], w[1]);
+        packed[0].value[i] = pack(w[0], w[1]);
+        if constexpr (Traits::kRests) packed[1].value[i] = pack(rest[0], rest[1]);
       }
-      shared.fragments()[(chunk * p.num_fragments + fragment) * 32 + lane] = packed;
+#pragma unroll
+      for (int part = 0; part < Traits::kParts; ++part) {
+        shared.fragments()[(chunk * p.num_fragments + fragment + part) * 32 + lane] = packed[part];
+      }
     }
   }
 };
