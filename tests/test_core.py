@@ -208,7 +208,7 @@ def plan_on_gpu(core, operation, problem, capability=90, refusal="", forced=""):
 # An operation, a call, the candidates of our own that can make it, and those among
 # them that a GPU of compute capability 7.5 can run.
 OWN = [
-    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather"], ["gather"]),
+    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather", "rows_persistent"], ["gather"]),
     ("CONV_TRANSPOSE", ("reference_2d", "float32", False, True), ["rows", "gather"], ["gather"]),
     (
         "CONV_TRANSPOSE",
@@ -253,7 +253,7 @@ def test_an_older_gpu_is_left_to_the_kernels_that_it_can_run(core, operation, ca
 
 # The whole layers of docs/design.md, section 5, and what is planned for them on an H200.
 PLANNED = [
-    ("CONV_TRANSPOSE", "float32", False, "row_tile"),
+    ("CONV_TRANSPOSE", "float32", False, "rows_persistent"),
     ("CONV_TRANSPOSE", "float32", True, "rows_persistent"),
     ("CONV_TRANSPOSE", "bfloat16", False, "rows_persistent"),
     ("INPUT_GRADIENT", "float32", False, "rows_dgrad"),

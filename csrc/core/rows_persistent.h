@@ -2,8 +2,8 @@
 //
 // A block makes whole output rows of the last axis (or a segment of one) for 16 output channels of a group, all phases
 // of the last axis at once: an MMA's rows are output channels, its columns bases, and a tap of the last axis is one MMA
-// for 8 input channels and 8 bases. The last axis' kernel, stride and dilation are compile-time; everything else is
-// not.
+// for 8 input channels and 8 bases. float32 takes three: factors are split into two TF32 terms. The last axis' kernel,
+// stride and dilation are compile-time; everything else is not.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,18 @@
 namespace fastconvt {
 
 inline constexpr int kRowsPersistentMakers = 8;   // warps that multiply, at most
-inline constexpr int kRowsPersistentStorers = 4;  // warps that store, at most
+inline constexpr int kRowsPersistentStorers = 2;  // warps that store, at most
 inline constexpr int kRowsPersistentFeeders = 2;  // warps that load, at most
 inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
 inline constexpr int kRowsPersistentColumns = 256;
-inline constexpr int64_t kRowsPersistentShared = 226 * 1024;
+inline constexpr int64_t kRowsPersistentShared = 227 * 1024;
+// Bytes: bulk stores are much slower where their two addresses differ modulo a sector.
+inline constexpr int kRowsPersistentSector = 32;
 
-inline constexpr int kRowsPersistentTiles = 4;  // of 8 bases, that a warp makes at a time
+inline constexpr int kRowsPersistentTiles = 4;       // of 8 bases, that a warp makes at a time
+inline constexpr int kRowsPersistentItemBytes = 48;  // of what describes a chunk in shared memory
+// Chunks, at least, that a small batch is divided into: two for every multiprocessor.
+inline constexpr int kRowsPersistentItems = 256;
 // Output rows that a team stages: one is stored while the next is made.
 inline constexpr int kRowsPersistentStages = 2;
 
@@ -38,7 +43,8 @@ struct RowsPersistentTile {
   int bases;           // with such rows, in an image; one more may come before and after
   int segments;        // of a row
   int columns;         // bases of a segment
-  int base;            // of the last axis, the first one of segment 0: a multiple of 8
+  int base;            // of the last axis, the first one of segment 0
+  int shift;           // staged columns before that one that copies begin at, besides the halo
   int span;            // input rows that one base of the height reads: its own and those before it
   int chunk;           // bases of the height, at most, for which inputs are loaded at once
   int parts;           // chunks of an output image
@@ -47,7 +53,8 @@ struct RowsPersistentTile {
   int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where there is no bias
   // Shared memory in bytes, and where its parts begin. The bias and the weights come first.
   int inputs, input_bytes;  // of a chunk, twice
-  // Barriers: two for inputs that are there and two for those that are done with, then the same for staged outputs.
+  // Barriers: two for inputs that are there and two for those that are done with, then the same for staged outputs;
+  // then what the two chunks are.
   int outputs, constants, barriers, shared_bytes;
 };
 
@@ -69,36 +76,45 @@ inline void rows_persistent_bases(const Axis& height, RowsPersistentTile& t) {
 }
 
 // A storer may not get to a stage that is two rounds behind: barriers tell two rounds apart, not three.
-inline int rows_persistent_storers(const RowsPersistentTile& t, int most) {
-  int storers = most;
+inline int rows_persistent_storers(const RowsPersistentTile& t) {
+  int storers = kRowsPersistentStorers;
   while (storers > 1 && storers / std::gcd(storers, t.teams) * t.rows > 2 * kRowsPersistentStages) storers /= 2;
   return storers;
+}
+
+// Whether float32 is to be exact.
+inline bool rows_persistent_splits(const Problem& problem) {
+  return problem.dtype == DType::kFloat32 && !problem.allow_tf32;
 }
 
 inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const Axis &height = problem.axis[1], &width = problem.axis[2];
-  const int64_t size = problem.element_size(), line = 128 / size, strip = 8 * kRowsPersistentTiles;
+  const int64_t size = problem.element_size(), line = 128 / size, sector = kRowsPersistentSector / size;
+  const int64_t strip = 8 * kRowsPersistentTiles, terms = rows_persistent_splits(problem) ? 2 : 1;
   RowsPersistentTile t{};
   t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group(), kRowsMmaStep));
   t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), kRowsMmaChannels));
-  t.base = static_cast<int>(width.base(0) / 8 * 8);
+  // 16-bit operands come by vectors of 8 elements.
+  t.base = static_cast<int>(size == 4 ? width.base(0) : width.base(0) / 8 * 8);
+  t.shift = t.base % 8;
   const int64_t strips = ceil_div(width.base(width.out() - 1) + 1 - t.base, strip);
   t.segments = static_cast<int>(ceil_div(strips, kRowsPersistentColumns / strip));
   t.team_warps = static_cast<int>(ceil_div(strips, t.segments));
   t.columns = static_cast<int>(t.team_warps * strip);
   t.span = static_cast<int>((height.kernel - 1) * height.dilation / height.stride + 1);
   // 8 modulo 32 words, or an odd multiple of 16 bytes: neighbouring channels stand in other banks.
-  t.row_pitch = static_cast<int>(ceil_div(t.columns, 32) * 32 + kRowsPersistentHalo);
-  // A line of constants on both sides, and an odd multiple of 8 elements in all.
-  t.output_pitch = static_cast<int>(ceil_div(2 * line + 16 / size + t.columns * width.stride, 8) * 8);
-  t.output_pitch += size == 4 ? (40 - t.output_pitch % 32) % 32 : (88 - t.output_pitch % 64) % 64;
+  t.row_pitch = static_cast<int>(ceil_div(t.columns + t.shift, 32) * 32 + kRowsPersistentHalo);
+  // Lines of constants on both sides. Channels stand a sector further on in their lines each, in different banks.
+  t.output_pitch = static_cast<int>((ceil_div(t.columns * width.stride, line) + 2) * line + sector);
   rows_persistent_bases(height, t);
   const int64_t rows = t.steps * kRowsMmaStep * t.row_pitch * size;
-  const int64_t weights = height.kernel * width.kernel * t.steps * kRowsMmaChannels * kRowsMmaStep * size;
+  const int64_t weights = height.kernel * width.kernel * t.steps * kRowsMmaChannels * kRowsMmaStep * size * terms;
   t.inputs = static_cast<int>(std::min<int64_t>(kRowsMmaChannels * 4 + weights, 1 << 20));
-  // Rows of float32 take longer to store: few of them in a chunk do, unless bases share many inputs.
-  const int most_chunk = size == 4 && t.span <= 3 ? 2 : 4;
+  // Rows of float32 take longer to store: few of them in a chunk do, unless bases share many inputs or take long, too.
+  int most_chunk = size == 4 && terms == 1 && t.span <= 3 ? 2 : 4;
+  const int64_t planes = problem.batch * problem.groups * t.channel_blocks * t.segments;
+  while (most_chunk > 1 && planes * ceil_div(t.bases, most_chunk) < kRowsPersistentItems) most_chunk /= 2;
   t.feeders = size == 4 ? kRowsPersistentFeeders : 1;
   // What fits: at first, rows of constants in one or two copies; then all warps at work, many bases in a chunk.
   const int64_t constant = std::min<int64_t>(t.columns * width.stride * size, 4096);
@@ -106,11 +122,12 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
     for (t.teams = kRowsPersistentMakers / t.team_warps; t.teams >= 1; t.teams /= 2) {
       for (t.chunk = most_chunk; t.chunk >= 1; t.chunk /= 2) {
         for (int copies = 1; copies <= most_copies; copies *= 2) {
-          t.constant_bytes = static_cast<int>(ceil_div(constant, copies * 16) * 16);
+          t.constant_bytes =
+              static_cast<int>(ceil_div(constant, copies * kRowsPersistentSector) + 1) * kRowsPersistentSector;
           const int64_t inputs = (t.chunk + t.span - 1) * rows;
           const int64_t outputs = kRowsPersistentStages * t.teams * kRowsMmaChannels * t.output_pitch * size;
           const int64_t constants = (problem.has_bias ? kRowsMmaChannels : 1) * t.constant_bytes;
-          const int64_t barriers = (4 + 2 * kRowsPersistentStages * t.teams) * 8;
+          const int64_t barriers = (4 + 2 * kRowsPersistentStages * t.teams) * 8 + 2 * kRowsPersistentItemBytes;
           const int64_t shared = t.inputs + 2 * inputs + outputs + constants + barriers;
           if (shared > kRowsPersistentShared) continue;
           t.input_bytes = static_cast<int>(inputs);
@@ -119,7 +136,7 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
           t.barriers = static_cast<int>(t.constants + constants);
           t.shared_bytes = static_cast<int>(shared);
           t.parts = static_cast<int>(ceil_div(t.bases, t.chunk));
-          t.storers = rows_persistent_storers(t, size == 4 ? kRowsPersistentStorers : kRowsPersistentStorers / 2);
+          t.storers = rows_persistent_storers(t);
           return t;
         }
       }
@@ -131,18 +148,23 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
 
 // "" if the family can make the call, else a reason.
 inline std::string rows_persistent_refusal(const Problem& problem) {
-  const std::string reason = rows_mma_refusal(problem);
+  Problem rounded = problem;
+  rounded.allow_tf32 = true;
+  const std::string reason = rows_mma_refusal(rounded);
   if (!reason.empty()) return reason;
   if (problem.layout != Layout::kContiguous) return "channels last";
   if (problem.element_size() == 2 && problem.axis[2].in % 2 != 0) return "rows of an odd number of 16-bit elements";
   if (problem.out_channels_per_group() % kRowsMmaChannels != 0) return "output channels a group no multiple of 16";
+  const RowsPersistentTile t = rows_persistent_tile(problem);
   const Axis& height = problem.axis[1];
-  // Their lines of memory would have two writers.
+  // Their lines of memory have two writers, for which float32 alone leaves the time.
+  const bool may_meet = rows_persistent_splits(problem) && t.segments == 1;
   const auto has_taps = [&](int64_t phase) { return height.first_tap(phase) < height.kernel; };
   for (int64_t phase = 0; phase < height.stride; ++phase) {
-    if (has_taps(phase) && has_taps((phase + 1) % height.stride)) return "neighbouring output rows that have taps";
+    if (!may_meet && has_taps(phase) && has_taps((phase + 1) % height.stride)) {
+      return "neighbouring output rows that have taps";
+    }
   }
-  const RowsPersistentTile t = rows_persistent_tile(problem);
   if (t.shared_bytes > kRowsPersistentShared) return "too many weights or input rows for shared memory";
   // Chunks, in floating point: the products may be large.
   const double bases = static_cast<double>(height.base(height.out() - 1) + 1);
@@ -156,15 +178,16 @@ inline std::string rows_persistent_refusal(const Problem& problem) {
 inline double rows_persistent_cost_ms(const Problem& problem) {
   const RowsPersistentTile t = rows_persistent_tile(problem);
   const Axis &height = problem.axis[1], &width = problem.axis[2];
-  const bool wide = problem.element_size() == 4;
+  const bool wide = problem.element_size() == 4, split = rows_persistent_splits(problem);
   double rows = 0;
   for (int64_t phase = 0; phase < height.stride; ++phase) {
-    if (height.first_tap(phase) < height.kernel) rows += static_cast<double>(height.num_outputs(phase));
+    if (height.first_tap(phase) == height.kernel) continue;
+    const double products = static_cast<double>(height.num_taps(phase) * width.kernel * t.steps * t.team_warps);
+    const double row = split ? 1.45 / t.teams + 0.0175 * products : 1.7 + (wide ? 0.0108 : 0.0033) * products;
+    rows += static_cast<double>(height.num_outputs(phase)) * row;
   }
   rows *= static_cast<double>(problem.batch) * static_cast<double>(problem.groups) * t.channel_blocks * t.segments;
-  const double products = static_cast<double>(height.kernel * width.kernel * t.steps * t.team_warps);
-  const double row = 1.7 + (wide ? 0.0108 : 0.0033) * products;
-  return 0.006 + std::max(rows / 132 * row * 1e-3, problem.bytes() / (wide ? 3.7e9 : 3.45e9));
+  return (split ? 0.01 : 0.006) + std::max(rows / 132 * 1e-3, problem.bytes() / (wide ? 4e9 : 3.5e9));
 }
 
 }  // namespace fastconvt

@@ -69,25 +69,29 @@ cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
                                  kRowsPersistentShared);
   }
   if (error != cudaSuccess) return error;
-  // A whole multiple of the sets: a block then keeps its weights.
+  // A whole multiple of the sets: a block then keeps its weights. And no more blocks than the rounds of items need: all
+  // have as many of them then.
   int grid = std::max(1, multiprocessors);
   if (grid > p.sets && grid % p.sets * 8 <= grid) grid -= grid % p.sets;
   grid = std::min(grid, p.items);
+  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
+  const int unit = grid % p.sets == 0 ? p.sets : 1;
+  grid = ceil_div(ceil_div(p.items, ceil_div(p.items, grid)), unit) * unit;
   const int threads = 32 * (p.tile.team_warps * p.tile.teams + p.tile.storers + p.tile.feeders);
   rows_persistent_kernel<Traits><<<grid, threads, p.tile.shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <typename T, int kShape = 0>
+template <typename T, bool kSplit = false, int kShape = 0>
 cudaError_t dispatch_rows_persistent(const Axis& width, const RowsPersistentParams& p, cudaStream_t stream) {
   if constexpr (kShape == kNumRowsMmaShapes) {
     return cudaErrorNotSupported;
   } else {
     constexpr RowsMmaShape kOf = kRowsMmaShapes[kShape];
     if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
-      return launch<RowsPersistentTraits<T, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
+      return launch<RowsPersistentTraits<T, kSplit, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
     }
-    return dispatch_rows_persistent<T, kShape + 1>(width, p, stream);
+    return dispatch_rows_persistent<T, kSplit, kShape + 1>(width, p, stream);
   }
 }
 
@@ -106,6 +110,9 @@ cudaError_t launch_rows_persistent(const Problem& problem, const void* input, co
     if constexpr (sizeof(T) == 8) {
       return cudaErrorNotSupported;
     } else {
+      if constexpr (sizeof(T) == 4) {
+        if (rows_persistent_splits(problem)) return dispatch_rows_persistent<T, true>(problem.axis[2], p, stream);
+      }
       return dispatch_rows_persistent<T>(problem.axis[2], p, stream);
     }
   });

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + p.tile.barriers);
   const int makers = 32 * p.tile.team_warps * p.tile.teams;
   if (threadIdx.x < 2) {
-    init_barrier(barriers + threadIdx.x, 32 * p.tile.feeders);
+    init_barrier(barriers + threadIdx.x, 32 * p.tile.feeders + 1);
     init_barrier(barriers + 2 + threadIdx.x, makers / 32);
   }
   const int stages = kRowsPersistentStages * p.tile.teams;
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   } else if (thread < 32 * p.tile.storers) {
     RowsPersistentStorer<Traits>(p, shared).run(thread / 32);
   } else {
-    RowsPersistentFeeder<T>(p, reinterpret_cast<T*>(shared + p.tile.inputs), barriers, thread - 32 * p.tile.storers)
-        .run();
+    RowsPersistentFeeder<Traits>(p, shared, thread - 32 * p.tile.storers).run();
   }
 #endif
 }

@@ -1,25 +1,30 @@
 // The persistent row family: the warps that load inputs.
 #pragma once
 
-#include "rows_persistent_async.cuh"
-#include "rows_persistent_params.cuh"
+#include "rows_persistent_role.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 // The warps that load inputs, as they stand in memory: an item ahead of those that multiply.
-template <typename T>
-class RowsPersistentFeeder {
-  const RowsPersistentParams& p;
-  T* const inputs;
+template <class Traits>
+class RowsPersistentFeeder : RowsPersistentRole<Traits> {
+  using Role = RowsPersistentRole<Traits>;
+  using T = typename Traits::Element;
+  using Item = RowsPersistentItem<T>;
+  using Role::p;
   uint64_t* const full;
   uint64_t* const empty;
   const int thread, threads;
 
  public:
-  __device__ RowsPersistentFeeder(const RowsPersistentParams& p, T* inputs, uint64_t* barriers, int thread)
-      : p(p), inputs(inputs), full(barriers), empty(barriers + 2), thread(thread), threads(32 * p.tile.feeders) {}
+  __device__ RowsPersistentFeeder(const RowsPersistentParams& p, unsigned char* shared, int thread)
+      : Role(p, shared),
+        full(this->barriers),
+        empty(this->barriers + 2),
+        thread(thread),
+        threads(32 * p.tile.feeders) {}
 
   __device__ void run() const {
     // Blocks get to where they arrive only much later; were this too late, they would not wait for one another.
@@ -27,10 +32,10 @@ class RowsPersistentFeeder {
     bool patient = true;
     int k = 0;
     for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
-      const RowsPersistentItem<T> item(p, index);
+      const Item item(p, index);
       if (k >= 2) wait_at(empty + k % 2, (k / 2 - 1) % 2);
       if (k >= 2 && p.arrivals != nullptr) wait_for_blocks(k - 1, patient);
-      T* const target = inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
+      T* const target = this->inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
       if (p.granule == 16) {
         load<16>(item, target);
       } else if (p.granule == 8) {
@@ -39,6 +44,10 @@ class RowsPersistentFeeder {
         load<4>(item, target);
       } else {
         load<2>(item, target);
+      }
+      if (thread == 0) {
+        this->items()[k % 2] = item;
+        arrive_at(full + k % 2);
       }
       if (p.granule == 2) {
         arrive_at(full + k % 2);
@@ -68,12 +77,15 @@ class RowsPersistentFeeder {
   }
 
   template <int bytes>
-  __device__ void load(const RowsPersistentItem<T>& item, T* target) const {
+  __device__ void load(const Item& item, T* target) const {
     constexpr int kCount = bytes < static_cast<int>(sizeof(T)) ? 1 : bytes / static_cast<int>(sizeof(T));
     // Where a row is one segment, what is outside of it is cleared once.
-    const int halo = p.tile.segments == 1 ? -min(0, item.column - kRowsPersistentHalo) / kCount : 0;
-    const int columns = p.tile.columns + kRowsPersistentHalo;
-    const int end = p.tile.segments == 1 ? min(columns, p.in_width - item.column + kRowsPersistentHalo) : columns;
+    const int first = item.column - p.tile.shift - kRowsPersistentHalo;
+    const int halo = p.tile.segments == 1 ? -min(0, first) / kCount : 0;
+    const int columns = p.tile.columns + p.tile.shift + kRowsPersistentHalo;
+    const int end = p.tile.segments == 1 ? min(columns, p.in_width - first) : columns;
+    const int channels = p.in_channels, pitch = p.tile.row_pitch;
+    const int64_t stride = p.in.channel;
     int y = item.base - (p.tile.span - 1);
 #pragma unroll 1
     for (int rows = item.count + p.tile.span - 1; rows > 0; --rows, ++y) {
@@ -84,15 +96,15 @@ class RowsPersistentFeeder {
         } else {
 #pragma unroll 1
           for (int at = (halo + thread) * kCount; at < end; at += threads * kCount) {
-            const int x = item.column - kRowsPersistentHalo + at;
+            const int x = first + at;
             const bool exists = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
             const T* source = row + (exists ? x : 0);
             T* to = target + at;
 #pragma unroll 8
-            for (int channel = 0; channel < p.in_channels; ++channel) {
+            for (int channel = 0; channel < channels; ++channel) {
               copy_or_clear_async<bytes>(to, source, exists);
-              source += p.in.channel;
-              to += p.tile.row_pitch;
+              source += stride;
+              to += pitch;
             }
           }
         }
@@ -102,7 +114,7 @@ class RowsPersistentFeeder {
   }
 
   // Rows of 16-bit elements that begin anywhere.
-  __device__ void load_elements(const RowsPersistentItem<T>& item, const T* source, T* target) const {
+  __device__ void load_elements(const Item& item, const T* source, T* target) const {
     constexpr int kBatch = 8;
     const int columns = p.tile.columns + kRowsPersistentHalo;
 #pragma unroll 1

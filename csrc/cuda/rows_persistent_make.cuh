@@ -53,7 +53,7 @@ __device__ __noinline__ void stage_by_definition(const RowsPersistentParams& p,
     const double sum = sum_by_definition<Traits>(p, item, base, phase, channel, o) + terms[channel];
     const int y = base * p.height_stride + phase - p.height_padding;
     const T* const origin = item.output + channel * p.out.channel + y * p.out.axis[1] + o - position;
-    staged[channel * p.tile.output_pitch + misalignment(origin, Traits::kVector) + position] =
+    staged[channel * p.tile.output_pitch + misalignment(origin, Traits::kSector) + position] =
         from_accumulator<T>(static_cast<float>(sum));
   }
 }
@@ -68,12 +68,17 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   using Item = RowsPersistentItem<T>;
   using Role::lane, Role::p, Role::terms;
   using Sums = float[Traits::kStride][Traits::kTiles][4];
+  using Right = uint32_t[Traits::kReach + 1][Traits::kTiles][sizeof(typename Traits::Element) / 2];
   static constexpr int kStride = Traits::kStride;
   static constexpr int kTiles = Traits::kTiles;
   static constexpr int kReach = Traits::kReach;
+  static constexpr int kTapLanes = Traits::kKernel * (Traits::kSplit ? 64 : 32);  // of a step's weights
   static constexpr int kWords = sizeof(T) / 2;  // of a lane's right operand, for 8 terms
 
   const int team, warp, row, quad;  // `warp` of the team
+  float start[2];                   // the bias of channels `row` and `row + 8`, or 0 where that is not finite
+  bool finite_terms;                // the bias of all channels is
+  uint32_t origin;                  // of row 0 of channel `row`: where it stands in memory, in elements, modulo 2^32
 
  public:
   __device__ RowsPersistentMaker(const RowsPersistentParams& p, unsigned char* shared)
@@ -86,15 +91,18 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   __device__ void run() {
     uint64_t* const full = this->barriers;
     uint64_t* const empty = full + 2;
-    int staged_block = -1, k = 0, slot = 0;
+    int staged_block = Item(p, blockIdx.x).block, k = 0, slot = 0;
     int next = team;  // the team's next base, from the item's first one on
+    change_channels(staged_block);
     for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
-      const Item item(p, index);
+      wait_at(full + k % 2, k / 2 % 2);
+      const Item item = this->items()[k % 2];
       if (item.block != staged_block) {
         change_channels(item.block);
         staged_block = item.block;
       }
-      wait_at(full + k % 2, k / 2 % 2);
+      origin = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(item.output) / sizeof(T)) +
+               static_cast<uint32_t>(this->first_output(item)) + row * static_cast<uint32_t>(p.out.channel);
       const T* const chunk = this->inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
       if (next >= item.count) finish(empty + k % 2);
       for (; next < item.count; next += p.tile.teams, slot += p.tile.rows) {
@@ -106,11 +114,15 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   }
 
  private:
-  __device__ void change_channels(int block) const {
+  __device__ void change_channels(int block) {
     this->sync_roles();
     stage_channels<Traits>(p, block, this->weights, terms, this->constants, threadIdx.x, this->makers());
     fence_before_bulk();
     this->sync_roles();
+    const bool finite[2] = {is_finite(terms[row]), is_finite(terms[row + 8])};
+    start[0] = finite[0] ? terms[row] : 0.f;
+    start[1] = finite[1] ? terms[row + 8] : 0.f;
+    finite_terms = __all_sync(~0u, finite[0] && finite[1]);
   }
 
   // The warp is done with what stands behind a barrier, if any.
@@ -144,8 +156,8 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     add_taps(item, base, phase, chunk, sum);
     finish(inputs);
     stage.wait_until_free();
-    if (are_finite(sum)) {
-      add_infinite_terms({terms[row], terms[row + 8]}, sum);
+    if (are_right(sum)) {
+      if (!finite_terms) add_infinite_terms({terms[row], terms[row + 8]}, sum);
       stage_outputs(item, this->output_y(base, phase), stage.outputs, sum);
     } else {
       stage_by_definition<Traits>(p, item, base, phase, warp * 8 * kTiles * kStride, terms,
@@ -153,35 +165,48 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     }
   }
 
+  static __device__ bool are_right(const Sums& sum) {
+    if constexpr (Traits::kSplit) {
+      return are_exact(sum);
+    } else {
+      return are_finite(sum);
+    }
+  }
+
   __device__ void clear(Sums& sum) const {
-    const float term[2] = {terms[row], terms[row + 8]};
 #pragma unroll
     for (int r = 0; r < kStride; ++r)
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[r][j][i] = is_finite(term[i / 2]) ? term[i / 2] : 0.f;
+        for (int i = 0; i < 4; ++i) sum[r][j][i] = start[i / 2];
   }
 
+  // Of a phase that has taps.
   __device__ void add_taps(const Item& item, int base, int phase, const T* chunk, Sums& sum) const {
     clear(sum);
-    const int pitch = p.tile.row_pitch, step_pitch = kRowsMmaStep * pitch;
-    int y = base - p.phase[phase].back;
-    chunk += (y - item.base + p.tile.span - 1) * p.tile.steps * step_pitch + kRowsPersistentHalo + warp * 8 * kTiles;
-    for (int tap = p.phase[phase].first_tap; tap < p.height_kernel; tap += p.tap_step, y -= p.back_step) {
+    const int step_pitch = kRowsMmaStep * p.tile.row_pitch;
+    int y = base - p.phase[phase].back, tap = p.phase[phase].first_tap;
+    chunk += (y - item.base + p.tile.span - 1) * p.tile.steps * step_pitch + kRowsPersistentHalo + p.tile.shift +
+             warp * 8 * kTiles;
+    do {
       if (has_input_row(p, y)) {
-        const MmaLeft<T>* weight = this->weights + tap * p.tile.steps * Traits::kKernel * 32 + lane;
+        const MmaLeft<T>* weight = this->weights + tap * p.tile.steps * kTapLanes + lane;
+        int step = 0;
 #pragma unroll 1
-        for (int step = 0; step < p.tile.steps; ++step, weight += Traits::kKernel * 32) {
+        do {
           add_step(chunk + step * step_pitch, weight, sum);
-        }
+          weight += kTapLanes;
+        } while (++step < p.tile.steps);
       }
       chunk -= p.back_step * p.tile.steps * step_pitch;
-    }
+      tap += p.tap_step;
+      y -= p.back_step;
+    } while (tap < p.height_kernel);
   }
 
   // The right operands of the warp's tiles, moved back by 0 .. kReach bases. What no tap reads is optimized away.
-  __device__ void load_inputs(const T* input, uint32_t (&right)[kReach + 1][kTiles][kWords]) const {
+  __device__ void load_inputs(const T* input, Right& right) const {
     if constexpr (sizeof(T) == 4) {
       input += quad * p.tile.row_pitch + row;
 #pragma unroll
@@ -190,7 +215,8 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
         for (int j = 0; j < kTiles; ++j)
 #pragma unroll
           for (int i = 0; i < kWords; ++i) {
-            right[back][j][i] = to_tf32(input[4 * i * p.tile.row_pitch + 8 * j - back]);
+            const float value = input[4 * i * p.tile.row_pitch + 8 * j - back];
+            right[back][j][i] = Traits::kSplit ? __float_as_uint(value) : to_tf32(value);
           }
     } else {
       constexpr int kLoads = (kTiles + 4) / 4;
@@ -211,16 +237,23 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   }
 
   __device__ void add_step(const T* input, const MmaLeft<T>* weight, Sums& sum) const {
-    uint32_t right[kReach + 1][kTiles][kWords];
+    Right right;
     load_inputs(input, right);
+    if constexpr (Traits::kSplit) {
+      add_split(right, weight, sum);
+    } else {
+      add_whole(right, weight, sum);
+    }
+  }
+
+  __device__ void add_whole(const Right& right, const MmaLeft<T>* weight, Sums& sum) const {
 #pragma unroll
     for (int t = 0; t < Traits::kKernel; ++t) {
       constexpr int kNext = Traits::kTapStep;  // tap of the same phase
       const int r = t * Traits::kDilation % kStride, back = t * Traits::kDilation / kStride;
       const MmaLeft<T> left = weight[t * 32];
       if constexpr (sizeof(T) == 4) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0], right[back][j][1]);
+        multiply_tap(t, left, right, sum);
       } else if (t / kNext % 2 == 0 && t + kNext < Traits::kKernel) {  // two taps in an MMA of 16 terms
         const MmaLeft<T> next = weight[(t + kNext) * 32];
         const int next_back = (t + kNext) * Traits::kDilation / kStride;
@@ -235,29 +268,72 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     }
   }
 
-  // What stands outside of the row is the constant that fills it up.
-  __device__ void fill_outside(int first, Sums& sum) const {
-    const float term[2] = {terms[row], terms[row + 8]};
+  // float32 by three products of TF32 terms, the small ones first, into sums of their own: the unit truncates where it
+  // adds.
+  __device__ void add_split(Right& right, const MmaLeft<T>* weight, Sums& sum) const {
+    Right low;
+#pragma unroll
+    for (int back = 0; back <= kReach; ++back)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+          float terms[2];
+          split_tf32_rounded(__uint_as_float(right[back][j][i]), terms[0], terms[1]);
+          right[back][j][i] = __float_as_uint(terms[0]);
+          low[back][j][i] = __float_as_uint(terms[1]);
+        }
+    Sums part = {};
+#pragma unroll
+    for (int t = 0; t < Traits::kKernel; ++t) {
+      multiply_tap(t, weight[2 * t * 32 + 32], right, part);
+      multiply_tap(t, weight[2 * t * 32], low, part);
+    }
+#pragma unroll
+    for (int t = 0; t < Traits::kKernel; ++t) multiply_tap(t, weight[2 * t * 32], right, part);
 #pragma unroll
     for (int r = 0; r < kStride; ++r)
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
+        for (int i = 0; i < 4; ++i) sum[r][j][i] += part[r][j][i];
+  }
+
+  static __device__ __forceinline__ void multiply_tap(int t, const MmaLeft<T>& left, const Right& right, Sums& sum) {
+    const int r = t * Traits::kDilation % kStride, back = t * Traits::kDilation / kStride;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0], right[back][j][1]);
+  }
+
+  // What stands outside of the row is the constant that fills it up.
+  __device__ void fill_outside(int first, Sums& sum) const {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j, first += 8 * kStride) {
+      if (first >= 0 && first + 8 * kStride <= p.out_width) continue;
+      const float term[2] = {terms[row], terms[row + 8]};
+#pragma unroll
+      for (int r = 0; r < kStride; ++r)
+#pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int o = first + (8 * j + 2 * quad + i % 2) * kStride + r;
+          const int o = first + (2 * quad + i % 2) * kStride + r;
           if (static_cast<unsigned>(o) >= static_cast<unsigned>(p.out_width)) sum[r][j][i] = term[i / 2];
         }
+    }
   }
 
   // A lane has two neighbouring bases of a tile, all phases.
   __device__ void stage_outputs(const Item& item, int y, T* stage, Sums& sum) const {
     constexpr int kRun = 2 * kStride;
-    const int begin = warp * 8 * kTiles * kStride, first = this->first_output(item) + begin;
-    if (first < 0 || first + 8 * kTiles * kStride > p.out_width) fill_outside(first, sum);
-    T* const low = this->staged_channel(stage, this->row_origin(item, y, row), row) + begin + quad * kRun;
-    T* const high = this->staged_channel(stage, this->row_origin(item, y, row + 8), row + 8) + begin + quad * kRun;
-    const uintptr_t bits = reinterpret_cast<uintptr_t>(low) | reinterpret_cast<uintptr_t>(high);
-    if (__all_sync(~0u, bits % (2 * sizeof(T)) == 0)) {
+    const int begin = warp * 8 * kTiles * kStride;
+    fill_outside(this->first_output(item) + begin, sum);
+    // As staged_channel says; the last bits of an address do.
+    const uint32_t at = origin + y * static_cast<uint32_t>(p.out.axis[1]);
+    const uint32_t low_skew = at % Traits::kSector;
+    const uint32_t high_skew = (at + 8 * static_cast<uint32_t>(p.out.channel)) % Traits::kSector;
+    T* const channel = stage + row * p.tile.output_pitch + Traits::kLine + begin + quad * kRun;
+    T* const low = channel + low_skew;
+    T* const high = channel + 8 * p.tile.output_pitch + high_skew;
+    if (__all_sync(~0u, (low_skew | high_skew) % 2 == 0)) {
       stage_half<2>(low, 0, sum);
       stage_half<2>(high, 1, sum);
     } else {

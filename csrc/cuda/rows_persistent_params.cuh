@@ -36,15 +36,17 @@ struct RowsPersistentParams {
   int granule;      // bytes that a copy of inputs moves
 };
 
-template <typename T, int kKernel_, int kStride_, int kDilation_>
+template <typename T, bool kSplit_, int kKernel_, int kStride_, int kDilation_>
 struct RowsPersistentTraits {
   using Element = T;
+  static constexpr bool kSplit = kSplit_;  // float32 as two TF32 terms, by three products
   static constexpr int kKernel = kKernel_;
   static constexpr int kStride = kStride_;
   static constexpr int kDilation = kDilation_;
   static constexpr int kReach = (kKernel - 1) * kDilation / kStride;  // bases that taps read back
   static constexpr int kTapStep = kStride / std::gcd(kStride, kDilation);
   static constexpr int kVector = 16 / sizeof(T);  // elements
+  static constexpr int kSector = kRowsPersistentSector / sizeof(T);
   static constexpr int kLine = 128 / sizeof(T);
   static constexpr int kTiles = kRowsPersistentTiles;
   static constexpr int kMaxThreads = 32 * (kRowsPersistentMakers + kRowsPersistentStorers + kRowsPersistentFeeders);
@@ -72,6 +74,7 @@ struct RowsPersistentItem {
   const T* input;    // the group's first channel
   T* output;         // the block's first channel
 
+  RowsPersistentItem() = default;
   // What reads the same inputs is neighbours, then what writes next to each other: both happen at the same time.
   __device__ RowsPersistentItem(const RowsPersistentParams& p, int index) {
     block = index;
@@ -92,5 +95,6 @@ struct RowsPersistentItem {
     output = static_cast<T*>(p.output) + batch * p.out.batch + (group * p.out_channels + channel) * p.out.channel;
   }
 };
+static_assert(sizeof(RowsPersistentItem<float>) <= kRowsPersistentItemBytes);
 
 }  // namespace fastconvt::cuda

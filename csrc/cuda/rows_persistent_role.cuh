@@ -9,7 +9,7 @@
 namespace fastconvt::cuda {
 
 // What stays in shared memory for a channel block: the weights as the lanes need them, [height tap][step][tap of the
-// last axis][lane]; the bias, and what rows of it alone are copied from: a piece a channel, or one of zeros.
+// last axis][TF32 term][lane]; the bias, and what rows of it alone are copied from: a piece a channel, or one of zeros.
 template <class Traits>
 __device__ void stage_channels(const RowsPersistentParams& p, int block, MmaLeft<typename Traits::Element>* weights,
                                float* terms, typename Traits::Element* constants, int thread, int threads) {
@@ -22,13 +22,19 @@ __device__ void stage_channels(const RowsPersistentParams& p, int block, MmaLeft
     const int row = i / 32 / Traits::kKernel, height_tap = row / p.tile.steps;
     const int tap = height_tap * Traits::kKernel + i / 32 % Traits::kKernel;
     const int step = row - height_tap * p.tile.steps;
-    weights[i] = make_left<T>(i % 32 / 4, i % 4, [&](int mma_row, int in) {
+    const auto load = [&](int mma_row, int in) {
       const int out = first + mma_row;
       in += step * kRowsMmaStep;
       return out < p.out_channels && in < p.in_channels
                  ? __ldg(weight + (static_cast<int64_t>(in) * p.out_channels + out) * taps + tap)
                  : from_accumulator<T>(0.f);
-    });
+    };
+    if constexpr (Traits::kSplit) {
+      MmaLeft<T>* const both = weights + i / 32 * 64 + i % 32;
+      make_split_left(i % 32 / 4, i % 4, load, both[0], both[32]);
+    } else {
+      weights[i] = make_left<T>(i % 32 / 4, i % 4, load);
+    }
   }
   const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
   const auto term = [&](int c) {
@@ -47,7 +53,7 @@ __device__ void stage_channels(const RowsPersistentParams& p, int block, MmaLeft
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// What makers and storers have in common: a block's bases of the height are dealt to them in turn, and a base's rows
+// What the roles have in common: a block's bases of the height are dealt to them in turn, and a base's rows
 // pass from its team to its storer through the team's stages, of which a row that does not exist takes one as well.
 template <class Traits>
 struct RowsPersistentRole {
@@ -55,6 +61,7 @@ struct RowsPersistentRole {
   using Item = RowsPersistentItem<T>;
   static constexpr int kStride = Traits::kStride;
   static constexpr int kVector = Traits::kVector;
+  static constexpr int kSector = Traits::kSector;
   static constexpr int kLine = Traits::kLine;
 
   const RowsPersistentParams& p;
@@ -96,6 +103,10 @@ struct RowsPersistentRole {
             staged + kRowsPersistentStages * p.tile.teams, slot / kRowsPersistentStages};
   }
 
+  // Of the two chunks that are staged.
+  __device__ Item* items() const {
+    return reinterpret_cast<Item*>(barriers + 4 + 2 * kRowsPersistentStages * p.tile.teams);
+  }
   __device__ int makers() const { return 32 * p.tile.team_warps * p.tile.teams; }
   // All makers and storers.
   __device__ void sync_roles() const { sync_named(1, makers() + 32 * p.tile.storers); }
@@ -108,9 +119,9 @@ struct RowsPersistentRole {
   __device__ T* row_origin(const Item& item, int y, int channel) const {
     return item.output + channel * p.out.channel + y * p.out.axis[1] + first_output(item);
   }
-  // Where position 0 of a channel is staged: 16-byte vectors in memory are vectors in shared memory.
+  // Where position 0 of a channel is staged: sectors of memory are sectors of shared memory.
   __device__ T* staged_channel(T* stage, const T* origin, int channel) const {
-    return stage + channel * p.tile.output_pitch + kLine + misalignment(origin, kVector);
+    return stage + channel * p.tile.output_pitch + kLine + misalignment(origin, kSector);
   }
 };
 

@@ -16,6 +16,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
   using Vector = Pack<T, Traits::kVector>;
   using Role::lane, Role::p, Role::terms;
   static constexpr int kVector = Traits::kVector;
+  static constexpr int kSector = Traits::kSector;
   static constexpr int kLine = Traits::kLine;
 
   const int channel;
@@ -102,20 +103,21 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
     if (stores(item) && range.core_begin < range.core_end) {
       copy(range.origin + range.core_begin, staged + range.core_begin, range.core_end - range.core_begin);
     }
-    store_ends(item, range, [&](int of, const T* origin, int i) { return this->staged_channel(stage, origin, of)[i]; });
+    store_ends(item, range, [&](int i) { return staged[i]; });
   }
 
   __device__ void store_constants(const Item& item, int y, int phase) const {
     const Range range = row_range(item, y, phase, true);
     if (stores(item)) {
-      const int piece = p.tile.constant_bytes / static_cast<int>(sizeof(T));
-      const T* const source = this->constants + (p.bias == nullptr ? 0 : channel * piece);
+      const int pitch = p.tile.constant_bytes / static_cast<int>(sizeof(T)), piece = pitch - kSector;
+      const T* const source = this->constants + (p.bias == nullptr ? 0 : channel * pitch) +
+                              misalignment(range.origin + range.core_begin, kSector);
 #pragma unroll 1
       for (int i = range.core_begin; i < range.core_end; i += piece) {
         copy(range.origin + i, source, min(piece, range.core_end - i));
       }
     }
-    store_ends(item, range, [&](int of, const T*, int) { return from_accumulator<T>(terms[of]); });
+    store_ends(item, range, [&](int) { return from_accumulator<T>(terms[channel]); });
   }
 
   // What is stored of a row in the lane's channel. Where a row of constants and another one meet, the boundary moves to
@@ -169,16 +171,11 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
   // What a core leaves out at the ends, element by element.
   template <class Value>
   __device__ void store_ends(const Item& item, const Range& range, Value&& value) const {
-    const bool has_ends = stores(item) && (range.begin < range.core_begin || range.core_end < range.end);
-    if (!__any_sync(~0u, has_ends)) return;
+    if (channel >= item.channels) return;
+    const bool tail = lane >= kRowsMmaChannels;
+    const int end = tail ? range.end : range.core_begin;
 #pragma unroll 1
-    for (int of = 0; of < item.channels; ++of) {
-      const int begin = __shfl_sync(~0u, range.begin, of), core_begin = __shfl_sync(~0u, range.core_begin, of);
-      const int core_end = __shfl_sync(~0u, range.core_end, of), end = __shfl_sync(~0u, range.end, of);
-      T* const origin = range.origin + (of - channel) * p.out.channel;
-      for (int i = begin + lane; i < core_begin; i += 32) origin[i] = value(of, origin, i);
-      for (int i = core_end + lane; i < end; i += 32) origin[i] = value(of, origin, i);
-    }
+    for (int i = tail ? range.core_end : range.begin; i < end; ++i) range.origin[i] = value(i);
   }
 
   static __device__ void copy(T* target, const T* source, int count) {
