@@ -213,10 +213,10 @@ OWN = [
     (
         "CONV_TRANSPOSE",
         ("reference_2d", "float32", True),
-        ["row_tile", "gather", "rows_mma", "rows_persistent"],
+        ["row_tile", "gather", "rows_persistent"],
         ["gather"],
     ),
-    ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_mma", "gather"], ["gather"]),
+    ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_persistent", "gather"], ["gather"]),
     ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad"], []),
     ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad"], []),
     ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),

@@ -1,4 +1,5 @@
-// The row family on tensor cores: what it can make, and the tile of a block. Plain C++17: no Torch, no CUDA.
+// The row family on tensor cores for channels-last tensors: what it can make, and the tile of a block. Plain C++17: no
+// Torch, no CUDA.
 //
 // A block makes whole output rows of the last axis (or a segment of one) for 16 output channels of a group, all phases
 // of the last axis at once: an MMA's rows are output channels, its columns bases, and a tap of the last axis is one MMA
@@ -37,24 +38,20 @@ struct RowsMmaTile {
   int steps;           // of kRowsMmaStep input channels
   int channel_blocks;  // of kRowsMmaChannels output channels, in a group
   int warps;
-  int segments;        // of a row
-  int columns;         // bases of a segment
-  int64_t base;        // of the last axis, the first one of segment 0: a multiple of 4
-  int halo;            // words before the segment's first base, a multiple of 4
-  bool with_halo;      // some input stands there
-  int span;            // input rows that one base of the height reads: its own and those before it
-  int row_pitch;       // words between input channels, or pairs of them; 8 modulo 32 keeps banks apart
-  int row_words;       // of a staged input row
-  int tap_weights;     // lanes' shares of the weights of a tap of the height
-  int output_pitch;    // elements between staged output channels
-  int row_quads;       // of four inputs that a thread moves for an input row
-  int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where it is 0
-  // Shared memory in bytes: where staged inputs, of span + 1 rows, outputs and constants begin, and all of it. The bias
-  // and the weights come first.
-  int64_t inputs, outputs, constants, cells, shared_bytes;
+  int segments;     // of a row
+  int columns;      // bases of a segment
+  int64_t base;     // of the last axis, the first one of segment 0: a multiple of 4
+  int halo;         // words before the segment's first base, a multiple of 4
+  bool with_halo;   // some input stands there
+  int span;         // input rows that one base of the height reads: its own and those before it
+  int row_pitch;    // words between input channels, or pairs of them; 8 modulo 32 keeps banks apart
+  int row_words;    // of a staged input row
+  int tap_weights;  // lanes' shares of the weights of a tap of the height
+  int row_quads;    // of four inputs that a thread moves for an input row
+  // Shared memory in bytes: where staged inputs, of span + 1 rows, outputs and inputs on their way begin, and all of
+  // it. The bias and the weights come first.
+  int64_t inputs, outputs, cells, shared_bytes;
 };
-
-inline int64_t rows_mma_line(const Problem& problem) { return 128 / problem.element_size(); }
 
 inline RowsMmaTile rows_mma_tile(const Problem& problem, int64_t merged) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
@@ -75,23 +72,10 @@ inline RowsMmaTile rows_mma_tile(const Problem& problem, int64_t merged) {
   t.row_pitch = static_cast<int>(ceil_div(t.halo + t.columns - 8, 32) * 32 + 8);
   t.row_words = static_cast<int>(t.steps * words * t.row_pitch);
   t.tap_weights = static_cast<int>(t.steps * width.kernel * 32);
-  // A line of constants before and after the outputs, and their alignment. In float32 a multiple of 8 elements, in
-  // 16 bits an odd multiple of 8: what keeps the banks of a warp's stores apart.
-  const int64_t line = rows_mma_line(problem), alignment = 16 / problem.element_size();
-  t.output_pitch = static_cast<int>(ceil_div(2 * line + 2 * alignment + t.columns * width.stride, 8) * 8);
-  // Channels last: all channels of a position, and a gap of 8 elements after the positions of 8 bases.
-  if (problem.layout == Layout::kChannelsLast) {
-    t.output_pitch = static_cast<int>(t.columns * width.stride + t.columns / kRowsMmaChannels);
-  } else if (alignment == 8 && t.output_pitch % 16 == 0) {
-    t.output_pitch += 8;
-  }
-  t.constant_bytes = static_cast<int>(problem.has_bias ? 640 : 1024 * problem.element_size());
   t.inputs = kRowsMmaChannels * 4 + height.kernel * width.kernel * t.steps * kRowsMmaChannels * words * 4;
   t.outputs = t.inputs + (t.span + 1) * t.row_words * 4;
-  t.constants = t.outputs + kRowsMmaChannels * t.output_pitch * problem.element_size();
-  t.cells = t.constants + (problem.layout == Layout::kChannelsLast ? 0
-                           : problem.has_bias                      ? kRowsMmaChannels * t.constant_bytes
-                                                                   : t.constant_bytes);
+  // All channels of a position, and a gap of 8 elements after the positions of 8 bases.
+  t.cells = t.outputs + (kRowsMmaChannels * t.columns * width.stride + t.columns) * problem.element_size();
   t.row_quads = static_cast<int>(2 * rows_mma_strips(problem.element_size()) * t.steps +
                                  (t.with_halo ? 4 / problem.element_size() : 0));
   t.shared_bytes = t.cells + t.row_quads * t.warps * 32 * 4 * problem.element_size();
@@ -111,11 +95,10 @@ inline RowsMmaTile rows_mma_tile(const Problem& problem) {
   return rows_mma_tile(problem, 1);
 }
 
-// "" if the family can make the call, else a reason.
-inline std::string rows_mma_refusal(const Problem& problem) {
+// What both families of rows on tensor cores refuse, or "".
+inline std::string rows_on_mma_refusal(const Problem& problem) {
   const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
   if (problem.dtype == DType::kFloat64) return "float64";
-  if (problem.dtype == DType::kFloat32 && !problem.allow_tf32) return "float32 without TF32";
   if (depth.in != 1 || depth.kernel != 1 || depth.stride != 1 || depth.padding != 0 || depth.output_padding != 0) {
     return "three axes";
   }
@@ -134,6 +117,16 @@ inline std::string rows_mma_refusal(const Problem& problem) {
   if (std::max({height.in, width.in, height.padding, width.padding, height.out(), width.out()}) >= kLimit) {
     return "an axis of 2^24 or more";
   }
+  return "";
+}
+
+// "" if the family can make the call, else a reason.
+inline std::string rows_mma_refusal(const Problem& problem) {
+  const std::string reason = rows_on_mma_refusal(problem);
+  if (!reason.empty()) return reason;
+  if (problem.layout != Layout::kChannelsLast) return "contiguous tensors";
+  if (problem.dtype == DType::kFloat32 && !problem.allow_tf32) return "float32 without TF32";
+  const Axis& height = problem.axis[1];
   const RowsMmaTile t = rows_mma_tile(problem);
   if (t.shared_bytes > kRowsMmaShared) return "too many weights or input rows for shared memory";
   // Units of work, in floating point: the products may be large.
@@ -159,8 +152,8 @@ inline double rows_mma_cost_ms(const Problem& problem) {
   const double strips = static_cast<double>(t.columns) / kRowsMmaColumns;
   const double mma = taps * strips * static_cast<double>(problem.axis[2].kernel * t.steps);
   const bool wide = problem.element_size() == 4;
-  const double blocks_ms = planes * (rows * (4 + strips) + 0.07 * mma) * (wide ? 1e-6 : 0.8e-6);
-  return 0.006 + std::max(blocks_ms, problem.bytes() / (wide ? 3.2e9 : 2.95e9));
+  const double blocks_ms = planes * (rows * (4 + strips) + 0.07 * mma) * (wide ? 0.7e-6 : 0.55e-6);
+  return 0.006 + std::max(blocks_ms, problem.bytes() / (wide ? 2.75e9 : 2.5e9));
 }
 
 }  // namespace fastconvt

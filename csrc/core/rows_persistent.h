@@ -8,18 +8,17 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <string>
 
 #include "rows_mma.h"
 
 namespace fastconvt {
 
-inline constexpr int kRowsPersistentMakers = 8;   // warps that multiply, at most
-inline constexpr int kRowsPersistentStorers = 2;  // warps that store, at most
-inline constexpr int kRowsPersistentFeeders = 2;  // warps that load, at most
+// Warps that multiply, at most: as many as registers are there for; float32 as three products takes more of them.
+constexpr int rows_persistent_makers(bool split) { return split ? 8 : 9; }
+inline constexpr int kRowsPersistentStorers = 2;  // warps that store, in turn
+inline constexpr int kRowsPersistentFeeders = 2;  // warps that load
 inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
-inline constexpr int kRowsPersistentColumns = 256;
 inline constexpr int64_t kRowsPersistentShared = 227 * 1024;
 // Bytes: bulk stores are much slower where their two addresses differ modulo a sector.
 inline constexpr int kRowsPersistentSector = 32;
@@ -28,16 +27,16 @@ inline constexpr int kRowsPersistentTiles = 4;       // of 8 bases, that a warp 
 inline constexpr int kRowsPersistentItemBytes = 48;  // of what describes a chunk in shared memory
 // Chunks, at least, that a small batch is divided into: two for every multiprocessor.
 inline constexpr int kRowsPersistentItems = 256;
+inline constexpr int kRowsPersistentBuffers = 4;  // chunks that are staged at a time, at most
 // Output rows that a team stages: one is stored while the next is made.
 inline constexpr int kRowsPersistentStages = 2;
 
 struct RowsPersistentTile {
+  int merged;          // groups that are made as one, whose weights between different groups are zero
   int steps;           // of kRowsMmaStep input channels
   int channel_blocks;  // of kRowsMmaChannels output channels, in a group
   int team_warps;      // that make a row together
   int teams;           // that make rows at the same time
-  int storers;         // warps that store
-  int feeders;         // warps that load
   int rows;            // of a base's output rows, those that are no constants
   int first_base;      // of the height, the first one with such a row
   int bases;           // with such rows, in an image; one more may come before and after
@@ -52,9 +51,10 @@ struct RowsPersistentTile {
   int output_pitch;    // elements between staged output channels
   int constant_bytes;  // from which rows of a constant are copied: of a channel, or of all where there is no bias
   // Shared memory in bytes, and where its parts begin. The bias and the weights come first.
-  int inputs, input_bytes;  // of a chunk, twice
-  // Barriers: two for inputs that are there and two for those that are done with, then the same for staged outputs;
-  // then what the two chunks are.
+  int inputs, input_bytes;  // of a chunk
+  int buffer_bits;          // 2 to the power of it: chunks that are staged at a time
+  // Barriers: of each buffer, for inputs that are there and for those that are done with; then the same for staged
+  // outputs; then what the chunks are.
   int outputs, constants, barriers, shared_bytes;
 };
 
@@ -75,31 +75,51 @@ inline void rows_persistent_bases(const Axis& height, RowsPersistentTile& t) {
   if (t.bases < 1) t.first_base = static_cast<int>(first), t.bases = static_cast<int>(last - first + 1);
 }
 
-// A storer may not get to a stage that is two rounds behind: barriers tell two rounds apart, not three.
-inline int rows_persistent_storers(const RowsPersistentTile& t) {
-  int storers = kRowsPersistentStorers;
-  while (storers > 1 && storers / std::gcd(storers, t.teams) * t.rows > 2 * kRowsPersistentStages) storers /= 2;
-  return storers;
-}
-
 // Whether float32 is to be exact.
 inline bool rows_persistent_splits(const Problem& problem) {
   return problem.dtype == DType::kFloat32 && !problem.allow_tf32;
 }
 
-inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
+// Lays shared memory out; false if it is too small.
+inline bool rows_persistent_fits(const Problem& problem, int64_t row_bytes, int copies, RowsPersistentTile& t) {
+  const int64_t size = problem.element_size(), sector = kRowsPersistentSector;
+  const int64_t constant = std::min<int64_t>(t.columns * problem.axis[2].stride * size, 4096);
+  t.constant_bytes = static_cast<int>(((constant - 1) / (copies * sector) + 2) * sector);
+  const int64_t inputs = (t.chunk + t.span - 1) * row_bytes;
+  const int64_t outputs = kRowsPersistentStages * t.teams * kRowsMmaChannels * t.output_pitch * size;
+  const int64_t constants = (problem.has_bias ? kRowsMmaChannels : 1) * t.constant_bytes;
+  const int64_t barriers = (2 * kRowsPersistentBuffers + 2 * kRowsPersistentStages * t.teams) * 8;
+  const int64_t items = kRowsPersistentBuffers * kRowsPersistentItemBytes;
+  const int64_t shared = t.inputs + (inputs << t.buffer_bits) + outputs + constants + barriers + items;
+  if (shared > kRowsPersistentShared) return false;
+  t.input_bytes = static_cast<int>(inputs);
+  t.outputs = t.inputs + (t.input_bytes << t.buffer_bits);
+  t.constants = static_cast<int>(t.outputs + outputs);
+  t.barriers = static_cast<int>(t.constants + constants);
+  t.shared_bytes = static_cast<int>(shared);
+  t.parts = static_cast<int>((t.bases - 1) / t.chunk + 1);
+  return true;
+}
+
+inline RowsPersistentTile rows_persistent_tile(const Problem& problem, int64_t merged) {
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   const int64_t size = problem.element_size(), line = 128 / size, sector = kRowsPersistentSector / size;
   const int64_t strip = 8 * kRowsPersistentTiles, terms = rows_persistent_splits(problem) ? 2 : 1;
   RowsPersistentTile t{};
-  t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group(), kRowsMmaStep));
-  t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), kRowsMmaChannels));
-  // 16-bit operands come by vectors of 8 elements.
-  t.base = static_cast<int>(size == 4 ? width.base(0) : width.base(0) / 8 * 8);
-  t.shift = t.base % 8;
-  const int64_t strips = ceil_div(width.base(width.out() - 1) + 1 - t.base, strip);
-  t.segments = static_cast<int>(ceil_div(strips, kRowsPersistentColumns / strip));
+  t.merged = static_cast<int>(merged);
+  t.steps = static_cast<int>(ceil_div(merged * problem.in_channels_per_group(), kRowsMmaStep));
+  t.channel_blocks = static_cast<int>(ceil_div(merged * problem.out_channels_per_group(), kRowsMmaChannels));
+  const int makers = rows_persistent_makers(rows_persistent_splits(problem));
+  const auto strips_from = [&](int64_t base) { return ceil_div(width.base(width.out() - 1) + 1 - base, strip); };
+  // Bases in eights: copies of inputs are aligned then. 32-bit operands may begin between, which may save a strip.
+  t.base = static_cast<int>(width.base(0) / 8 * 8);
+  if (size == 4 && strips_from(width.base(0)) <= std::min<int64_t>(makers, strips_from(t.base) - 1)) {
+    t.shift = static_cast<int>(width.base(0) - t.base);
+    t.base += t.shift;
+  }
+  const int64_t strips = strips_from(t.base);
+  t.segments = static_cast<int>(ceil_div(strips, makers));
   t.team_warps = static_cast<int>(ceil_div(strips, t.segments));
   t.columns = static_cast<int>(t.team_warps * strip);
   t.span = static_cast<int>((height.kernel - 1) * height.dilation / height.stride + 1);
@@ -113,31 +133,19 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
   t.inputs = static_cast<int>(std::min<int64_t>(kRowsMmaChannels * 4 + weights, 1 << 20));
   // Rows of float32 take longer to store: few of them in a chunk do, unless bases share many inputs or take long, too.
   int most_chunk = size == 4 && terms == 1 && t.span <= 3 ? 2 : 4;
-  const int64_t planes = problem.batch * problem.groups * t.channel_blocks * t.segments;
-  while (most_chunk > 1 && planes * ceil_div(t.bases, most_chunk) < kRowsPersistentItems) most_chunk /= 2;
-  t.feeders = size == 4 ? kRowsPersistentFeeders : 1;
+  const int64_t planes = problem.batch * (problem.groups / merged) * t.channel_blocks * t.segments;
+  while (most_chunk > 1 && (planes * ceil_div(t.bases, most_chunk) < kRowsPersistentItems || t.bases < most_chunk)) {
+    most_chunk /= 2;
+  }
   // What fits: at first, rows of constants in one or two copies; then all warps at work, many bases in a chunk.
-  const int64_t constant = std::min<int64_t>(t.columns * width.stride * size, 4096);
   for (const int most_copies : {2, 16}) {
-    for (t.teams = kRowsPersistentMakers / t.team_warps; t.teams >= 1; t.teams /= 2) {
+    for (t.teams = makers / t.team_warps; t.teams >= 1; t.teams /= 2) {
       for (t.chunk = most_chunk; t.chunk >= 1; t.chunk /= 2) {
-        for (int copies = 1; copies <= most_copies; copies *= 2) {
-          t.constant_bytes =
-              static_cast<int>(ceil_div(constant, copies * kRowsPersistentSector) + 1) * kRowsPersistentSector;
-          const int64_t inputs = (t.chunk + t.span - 1) * rows;
-          const int64_t outputs = kRowsPersistentStages * t.teams * kRowsMmaChannels * t.output_pitch * size;
-          const int64_t constants = (problem.has_bias ? kRowsMmaChannels : 1) * t.constant_bytes;
-          const int64_t barriers = (4 + 2 * kRowsPersistentStages * t.teams) * 8 + 2 * kRowsPersistentItemBytes;
-          const int64_t shared = t.inputs + 2 * inputs + outputs + constants + barriers;
-          if (shared > kRowsPersistentShared) continue;
-          t.input_bytes = static_cast<int>(inputs);
-          t.outputs = t.inputs + 2 * t.input_bytes;
-          t.constants = static_cast<int>(t.outputs + outputs);
-          t.barriers = static_cast<int>(t.constants + constants);
-          t.shared_bytes = static_cast<int>(shared);
-          t.parts = static_cast<int>(ceil_div(t.bases, t.chunk));
-          t.storers = rows_persistent_storers(t);
-          return t;
+        // A chunk of one row takes less time than its inputs take to come.
+        for (t.buffer_bits = t.chunk * t.rows == 1 ? 2 : 1; t.buffer_bits >= 1; --t.buffer_bits) {
+          for (int copies = 1; copies <= most_copies; copies *= 2) {
+            if (rows_persistent_fits(problem, rows, copies, t)) return t;
+          }
         }
       }
     }
@@ -146,29 +154,31 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
   return t;
 }
 
+// As many groups are made as one as fill the output channels of a block.
+inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
+  for (int64_t merged = kRowsMmaChannels; merged > 1; --merged) {
+    if (problem.groups % merged != 0 || merged * problem.out_channels_per_group() > kRowsMmaChannels ||
+        merged * problem.in_channels_per_group() > kRowsMmaInChannels) {
+      continue;
+    }
+    const RowsPersistentTile tile = rows_persistent_tile(problem, merged);
+    if (tile.shared_bytes <= kRowsPersistentShared) return tile;
+  }
+  return rows_persistent_tile(problem, 1);
+}
+
 // "" if the family can make the call, else a reason.
 inline std::string rows_persistent_refusal(const Problem& problem) {
-  Problem rounded = problem;
-  rounded.allow_tf32 = true;
-  const std::string reason = rows_mma_refusal(rounded);
+  const std::string reason = rows_on_mma_refusal(problem);
   if (!reason.empty()) return reason;
   if (problem.layout != Layout::kContiguous) return "channels last";
-  if (problem.element_size() == 2 && problem.axis[2].in % 2 != 0) return "rows of an odd number of 16-bit elements";
-  if (problem.out_channels_per_group() % kRowsMmaChannels != 0) return "output channels a group no multiple of 16";
-  const RowsPersistentTile t = rows_persistent_tile(problem);
   const Axis& height = problem.axis[1];
-  // Their lines of memory have two writers, for which float32 alone leaves the time.
-  const bool may_meet = rows_persistent_splits(problem) && t.segments == 1;
-  const auto has_taps = [&](int64_t phase) { return height.first_tap(phase) < height.kernel; };
-  for (int64_t phase = 0; phase < height.stride; ++phase) {
-    if (!may_meet && has_taps(phase) && has_taps((phase + 1) % height.stride)) {
-      return "neighbouring output rows that have taps";
-    }
-  }
+  const RowsPersistentTile t = rows_persistent_tile(problem);
   if (t.shared_bytes > kRowsPersistentShared) return "too many weights or input rows for shared memory";
   // Chunks, in floating point: the products may be large.
   const double bases = static_cast<double>(height.base(height.out() - 1) + 1);
-  if (double(problem.batch) * double(problem.groups) * t.channel_blocks * t.segments * bases >= double(1 << 30)) {
+  if (double(problem.batch) * double(problem.groups / t.merged) * t.channel_blocks * t.segments * bases >=
+      double(1 << 30)) {
     return "a batch or groups too large";
   }
   return "";
@@ -183,10 +193,13 @@ inline double rows_persistent_cost_ms(const Problem& problem) {
   for (int64_t phase = 0; phase < height.stride; ++phase) {
     if (height.first_tap(phase) == height.kernel) continue;
     const double products = static_cast<double>(height.num_taps(phase) * width.kernel * t.steps * t.team_warps);
-    const double row = split ? 1.45 / t.teams + 0.0175 * products : 1.7 + (wide ? 0.0108 : 0.0033) * products;
+    const double row = split  ? 1.45 / t.teams + 0.0175 * products
+                       : wide ? 1.1 + 0.014 * products
+                              : 0.95 + 0.0092 * products;
     rows += static_cast<double>(height.num_outputs(phase)) * row;
   }
-  rows *= static_cast<double>(problem.batch) * static_cast<double>(problem.groups) * t.channel_blocks * t.segments;
+  rows *= static_cast<double>(problem.batch) * static_cast<double>(problem.groups / t.merged) * t.channel_blocks *
+          t.segments;
   return (split ? 0.01 : 0.006) + std::max(rows / 132 * 1e-3, problem.bytes() / (wide ? 4e9 : 3.5e9));
 }
 

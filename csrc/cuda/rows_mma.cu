@@ -28,21 +28,12 @@ RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const v
   p.groups = static_cast<int>(problem.groups) / p.tile.merged;
   p.first_base = static_cast<int>(height.base(0));
   p.end_base = static_cast<int>(height.base(height.out() - 1)) + 1;
-  p.channels_last = problem.layout == Layout::kChannelsLast;
-  p.vector_input =
-      (p.channels_last ? p.in_channels : p.in_width) % 4 == 0 && aligned(input, 4 * problem.element_size());
-  p.vector_output = p.channels_last && p.out_channels * problem.element_size() % 16 == 0 && aligned(output, 16);
-  // Every segment has a line at either end, the last one too.
-  const int64_t segment = int64_t{p.tile.columns} * width.stride;
-  const int64_t last_start = p.tile.base * width.stride - width.padding + (p.tile.segments - 1) * segment;
-  p.whole_lines = !p.channels_last && width.out() - std::max<int64_t>(0, last_start) >= 2 * rows_mma_line(problem);
+  p.vector_input = p.in_channels % 4 == 0 && aligned(input, 4 * problem.element_size());
+  p.vector_output = p.out_channels * problem.element_size() % 16 == 0 && aligned(output, 16);
   p.bases = p.batch * (p.end_base - p.first_base);
   p.in = input_strides(problem);
   p.out = output_strides(problem);
-  const int64_t word_channels = 4 / problem.element_size(), strips = rows_mma_strips(problem.element_size());
-  p.quad_offset = (p.channels_last || word_channels == 1 ? 4 : 1) * p.in.channel;
-  p.strip_offset = p.channels_last ? p.tile.columns / strips * p.in.axis[2] : 4 / strips * word_channels * p.in.channel;
-  p.step_offset = kRowsMmaStep * p.in.channel;
+  p.strip_offset = p.tile.columns / rows_mma_strips(problem.element_size()) * p.in.axis[2];
   p.input = input, p.weight = weight, p.output = output;
   p.bias = problem.has_bias ? bias : nullptr;
   return p;

@@ -1,10 +1,11 @@
-// Transposed convolution by whole output rows on tensor cores, for few channels a group (csrc/core/rows_mma.h).
+// Transposed convolution by whole output rows on tensor cores, for few channels a group, channels last
+// (csrc/core/rows_mma.h).
 //
 // A unit of work is one base of the height: the output rows of all its phases, which are neighbours in memory, for 16
 // output channels. Rows of phases without taps are constants and are stored first. For the others a warp owns 32 bases
 // of the last axis. MMA tile j has the bases 4 * column + j: a lane loads the inputs of four tiles at once, and ends
-// with the outputs of 8 neighbouring bases, all phases, of two channels. They go through shared memory to stores of
-// whole 128-byte lines: the constants of a neighbouring row complete the ends of a row.
+// with the outputs of 8 neighbouring bases, all phases, of two channels. They go through shared memory to stores of the
+// block's channels of a position.
 #pragma once
 
 #include "rows_mma_store.cuh"
@@ -35,7 +36,7 @@ __device__ __noinline__ double sum_by_definition(const RowsMmaParams& p,
       if (x < 0 || x % Traits::kStride != 0 || x / Traits::kStride >= p.in_width) continue;
 #pragma unroll 1
       for (int c = 0; c < p.group_in; ++c) {
-        const T value = source[(first + c) * p.in.channel + (x / Traits::kStride - unit.column) * p.in.axis[2]];
+        const T value = source[first + c + (x / Traits::kStride - unit.column) * p.in.axis[2]];
         const T w = weight[c * p.group_out * taps + tap * Traits::kKernel + t];
         sum = fma(static_cast<double>(to_accumulator(value)), static_cast<double>(to_accumulator(w)), sum);
       }
@@ -61,10 +62,8 @@ class RowsMmaKernel {
   float* const terms;  // the bias
   MmaLeft<T>* const weights;
   uint32_t* const inputs;
-  T* const constants;
   unsigned char* const cells;
   const int warp, lane, row, quad;
-  T* const staged_outputs;
   const Outputs outputs;
   int slot;  // of the unit's base among the staged input rows
 
@@ -74,17 +73,15 @@ class RowsMmaKernel {
         terms(reinterpret_cast<float*>(shared)),
         weights(reinterpret_cast<MmaLeft<T>*>(shared + kRowsMmaChannels * sizeof(float))),
         inputs(reinterpret_cast<uint32_t*>(shared + p.tile.inputs)),
-        constants(reinterpret_cast<T*>(shared + p.tile.constants)),
         cells(shared + p.tile.cells),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         row(threadIdx.x % 32 / 4),
         quad(threadIdx.x % 4),
-        staged_outputs(reinterpret_cast<T*>(shared + p.tile.outputs)),
-        outputs(p, staged_outputs, constants, terms) {}
+        outputs(p, reinterpret_cast<T*>(shared + p.tile.outputs), terms) {}
 
   __device__ void run() {
-    const RowsMmaInputRows<T> rows(p, cells);
+    const RowsMmaInputRows<T> rows(cells);
     int staged_block = -1;
     Unit unit;
     unit.start(p, blockIdx.x);
@@ -92,12 +89,8 @@ class RowsMmaKernel {
     if (!p.tile.with_halo) clear_halos();
     while (unit.item < p.items) {
       if (unit.fresh) {
-        if (unit.block != staged_block) outputs.wait_for_groups(false);
-        __syncthreads();  // everyone has done with the inputs, weights and constants before
-        if (unit.block != staged_block) {
-          stage_channels<Traits>(p, unit.block, weights, terms, constants, staged_outputs);
-          outputs.fence();
-        }
+        __syncthreads();  // everyone has done with the inputs, weights and bias before
+        if (unit.block != staged_block) stage_channels<Traits>(p, unit.block, weights, terms);
         staged_block = unit.block;
         slot = 0;
 #pragma unroll 1
@@ -105,13 +98,12 @@ class RowsMmaKernel {
       }
       rows.store(p, unit, unit.base, staged_row(0));
       request_next(rows, unit);
-      __syncthreads();  // inputs, weights and constants are staged
+      __syncthreads();  // inputs, weights and bias are staged
       outputs.store_constant_rows(unit);
       make_rows(unit);
       unit.advance(p);
       if (++slot > p.tile.span) slot = 0;
     }
-    outputs.wait_for_groups(false);
   }
 
  private:
@@ -133,7 +125,6 @@ class RowsMmaKernel {
   }
 
   __device__ void make_rows(const Unit& unit) {
-    bool first = true;
 #pragma unroll 1
     for (int phase = 0; phase < p.height_stride; ++phase) {
       Row at;
@@ -142,25 +133,17 @@ class RowsMmaKernel {
       for (int strip = warp * Traits::kStrips; strip < (warp + 1) * Traits::kStrips; ++strip) {
         Sums sum;
         add_taps(unit, phase, strip, sum);
-        if (strip == warp * Traits::kStrips) {
-          outputs.wait_for_groups(first);
-          first = false;
-          __syncthreads();  // the row before is copied, or stored
-        }
+        if (strip == warp * Traits::kStrips) __syncthreads();  // the row before is stored
         if (are_finite(sum)) {
-          const float bias[2] = {terms[rows_mma_channel(p, row, 0)], terms[rows_mma_channel(p, row, 1)]};
+          const float bias[2] = {terms[rows_mma_channel(row, 0)], terms[rows_mma_channel(row, 1)]};
           add_infinite_terms(bias, sum);
-          outputs.clear_outside(at, strip, sum);
-          outputs.stage_outputs(unit, at, strip, sum);
+          outputs.stage_outputs(strip, sum);
         } else {
           stage_by_definition(unit, at, phase, strip);
         }
-        outputs.stage_guards(unit, at, strip);
       }
-      outputs.fence();
       __syncthreads();
       outputs.store_row(unit, at);
-      outputs.close_group();
     }
   }
 
@@ -168,7 +151,7 @@ class RowsMmaKernel {
     float start[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float term = terms[rows_mma_channel(p, row, half)];
+      const float term = terms[rows_mma_channel(row, half)];
       start[half] = is_finite(term) ? term : 0.f;
     }
 #pragma unroll
@@ -232,7 +215,7 @@ class RowsMmaKernel {
       const bool exists = position >= at.begin && position < at.end;
       const double sum =
           (exists ? sum_by_definition<Traits>(p, unit, phase, channel, at.first + position) : 0.) + terms[channel];
-      *outputs.place(at, channel, position) = from_accumulator<T>(static_cast<float>(sum));
+      outputs.place(position)[channel] = from_accumulator<T>(static_cast<float>(sum));
     }
   }
 };

@@ -24,15 +24,13 @@ struct RowsMmaParams {
   int in_channels, out_channels;  // of a group; groups that are made as one count as one
   int group_in, group_out;        // of a true group
   int groups, batch;
-  int bases;  // of the height, in all batch entries
-  int parts;  // of these, that blocks make one after the other
-  int items;  // parts of all channel blocks and segments
-  bool channels_last;
-  bool vector_input;   // four neighbours in memory (columns; channels last: channels) can be loaded at once
-  bool vector_output;  // channels last: 16 bytes of a block's channels can be stored at once
-  bool whole_lines;    // rows are long enough to complete a line of a neighbour at each end
-  // Elements between what a thread loads of an input row: the quads of a strip, strips, and steps.
-  int64_t quad_offset, strip_offset, step_offset;
+  int bases;           // of the height, in all batch entries
+  int parts;           // of these, that blocks make one after the other
+  int items;           // parts of all channel blocks and segments
+  bool vector_input;   // four channels of a position can be loaded at once
+  bool vector_output;  // 16 bytes of a block's channels can be stored at once
+  // Elements between what a thread loads of an input row for one strip and for the next.
+  int64_t strip_offset;
 };
 
 template <typename T, int kKernel_, int kStride_, int kDilation_>
@@ -47,7 +45,6 @@ struct RowsMmaTraits {
   using Sums = float[kStride][kTiles][4];         // of a strip, by phase of the last axis, tile and register
   static constexpr int kRun = 8 * kStride;        // neighbouring outputs of a lane
   static constexpr int kVector = 16 / sizeof(T);  // elements
-  static constexpr int kLine = 128 / sizeof(T);
   static constexpr int kStrips = rows_mma_strips(sizeof(T));
   static constexpr int kMaxThreads = kRowsMmaStrips / kStrips * 32;
   static constexpr int kMinBlocks = 512 / kMaxThreads;
@@ -141,9 +138,9 @@ struct alignas(sizeof(T) * 4) RowsMmaQuad {
 
 // Input rows of all channels of a group on their way from global to shared memory, as words: a TF32 value, or channels
 // 2 * r and 2 * r + 1 in word row r. In every step of 8 input channels and for each of its warp's strips a thread moves
-// two quads: 4 columns of one word row (16 bits), or of word rows r and r + 4 (TF32); channels last, 8 channels of a
-// column. The halo is a few threads' in addition. A row comes in asynchronously, a unit ahead, to cells that only the
-// thread sees. Where memory has no aligned quads, it is copied element by element when it is needed.
+// two quads: the 8 channels of a column. The halo is a few threads' in addition. A row comes in asynchronously, a unit
+// ahead, to cells that only the thread sees. Where memory has no aligned quads, it is copied element by element when it
+// is needed.
 template <typename T>
 class RowsMmaInputRows {
   using Quad = RowsMmaQuad<T>;
@@ -151,19 +148,10 @@ class RowsMmaInputRows {
   static constexpr int kWordRows = kRowsMmaStep / kPerWord;  // of a step
   static constexpr int kStrips = rows_mma_strips(sizeof(T));
 
-  int x, channel;  // the thread's first quad, relative to the segment and the step
-  int64_t offset;  // its place from the segment's column 0 and the group's first channel on, in elements
   Quad* const cells;
 
  public:
-  __device__ RowsMmaInputRows(const RowsMmaParams& p, unsigned char* shared)
-      : cells(reinterpret_cast<Quad*>(shared) + threadIdx.x) {
-    const int quads = p.tile.columns / 4;
-    channel = p.channels_last ? 0 : threadIdx.x / quads;
-    x = p.channels_last ? threadIdx.x : (threadIdx.x - channel * quads) * 4;
-    channel *= kPerWord;
-    offset = channel * p.in.channel + x * p.in.axis[2];
-  }
+  __device__ explicit RowsMmaInputRows(unsigned char* shared) : cells(reinterpret_cast<Quad*>(shared) + threadIdx.x) {}
 
   // Sends for row y.
   __device__ void request(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y) const {
@@ -196,7 +184,7 @@ class RowsMmaInputRows {
     const T* const source = unit.input_row(p, y);
     if (source == nullptr) return;
     if (!p.vector_input) return copy_elements(p, source, unit.column, row);
-    uint32_t* target = row + first_word(p);
+    uint32_t* target = row + p.tile.halo + threadIdx.x;
 #pragma unroll 1
     for (int step = 0; step < p.tile.steps; ++step, target += kWordRows * p.tile.row_pitch) {
       Quad quads[kStrips][2];
@@ -215,7 +203,7 @@ class RowsMmaInputRows {
   }
 
  private:
-  // Contiguous: thread t has word row t of all steps'. Channels last: a column, and 4 or 8 channels.
+  // A thread has a column of the halo, and 4 or 8 channels.
   static __device__ bool has_halo(const RowsMmaParams& p) { return threadIdx.x < p.tile.steps * kWordRows; }
   static __device__ int halo_column() { return threadIdx.x % 4; }
   static __device__ int halo_channel() { return threadIdx.x / 4 * (4 * kPerWord); }
@@ -223,34 +211,26 @@ class RowsMmaInputRows {
   static __device__ bool is_inside(const RowsMmaParams& p, int at) {
     return static_cast<unsigned>(at) < static_cast<unsigned>(p.in_width);
   }
-  // From one strip to the next.
-  static __device__ int strip_x(const RowsMmaParams& p) { return p.channels_last ? blockDim.x : 0; }
-  static __device__ int strip_channel(const RowsMmaParams& p) { return p.channels_last ? 0 : 4 / kStrips * kPerWord; }
-  __device__ int first_word(const RowsMmaParams& p) const {
-    return p.tile.halo + channel / kPerWord * p.tile.row_pitch + x;
-  }
 
   template <typename Function>
   __device__ void for_each_quad_of_step(const RowsMmaParams& p, const T* source, int column, int step,
                                         Function&& function) const {
-    const T* at = source + offset + step * p.step_offset;
-    const int between = p.channels_last || kPerWord == 1 ? 4 : 1;
+    const int x = threadIdx.x, first = step * kRowsMmaStep;
+    const T* at = source + x * p.in.axis[2] + first;
 #pragma unroll
     for (int i = 0; i < kStrips; ++i, at += p.strip_offset) {
-      const int first = step * kRowsMmaStep + channel + i * strip_channel(p);
-      const bool inside = is_inside(p, column + x + i * strip_x(p));
+      const bool inside = is_inside(p, column + x + i * static_cast<int>(blockDim.x));
       function(at, inside && first < p.in_channels);
-      function(at + p.quad_offset, inside && first + between < p.in_channels);
+      function(at + 4, inside && first + 4 < p.in_channels);
     }
   }
   template <typename Function>
   static __device__ void for_each_halo_quad(const RowsMmaParams& p, const T* source, int column, Function&& function) {
-    const int at = p.channels_last ? halo_column() - p.tile.halo : -p.tile.halo;
-    const int first = p.channels_last ? halo_channel() : threadIdx.x * kPerWord;
+    const int at = halo_column() - p.tile.halo;
 #pragma unroll
     for (int i = 0; i < kPerWord; ++i) {
-      const int of = first + (p.channels_last ? 4 * i : i);
-      function(source + of * p.in.channel + at * p.in.axis[2], of < p.in_channels && is_inside(p, column + at));
+      const int channel = halo_channel() + 4 * i;
+      function(source + channel + at * p.in.axis[2], channel < p.in_channels && is_inside(p, column + at));
     }
   }
   template <typename Function>
@@ -262,7 +242,7 @@ class RowsMmaInputRows {
 
   template <typename Load>
   __device__ void store_quads(const RowsMmaParams& p, uint32_t* row, Load&& load) const {
-    uint32_t* target = row + first_word(p);
+    uint32_t* target = row + p.tile.halo + threadIdx.x;
 #pragma unroll 1
     for (int step = 0; step < p.tile.steps; ++step, target += kWordRows * p.tile.row_pitch) {
       Quad quads[kStrips][2];
@@ -277,37 +257,13 @@ class RowsMmaInputRows {
     store_halo(p, row, quads);
   }
   static __device__ void store_halo(const RowsMmaParams& p, uint32_t* row, const Quad* quads) {
-    if (p.channels_last) {
-      store_channels<kPerWord>(row + halo_channel() / kPerWord * p.tile.row_pitch + halo_column(), p.tile.row_pitch,
-                               quads);
-    } else {
-      store_columns(row + threadIdx.x * p.tile.row_pitch, quads);
-    }
+    store_channels<kPerWord>(row + halo_channel() / kPerWord * p.tile.row_pitch + halo_column(), p.tile.row_pitch,
+                             quads);
   }
 
   static __device__ void store_step(const RowsMmaParams& p, uint32_t* target, const Quad (&quads)[kStrips][2]) {
-    const int pitch = p.tile.row_pitch;
 #pragma unroll
-    for (int i = 0; i < kStrips; ++i, target += strip_x(p) + strip_channel(p) / kPerWord * pitch) {
-      if (p.channels_last) {
-        store_channels<2>(target, pitch, quads[i]);
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < 2 / kPerWord; ++j) store_columns(target + 4 * j * pitch, quads[i] + j);
-    }
-  }
-  static __device__ void store_columns(uint32_t* target, const Quad* quads) {
-    Pack<uint32_t, 4> words;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kPerWord == 1) {
-        words.value[i] = to_tf32(__uint_as_float(quads[0].word[i]));
-      } else {
-        words.value[i] = __byte_perm(quads[0].word[i / 2], quads[1].word[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
-      }
-    }
-    *reinterpret_cast<Pack<uint32_t, 4>*>(target) = words;
+    for (int i = 0; i < kStrips; ++i) store_channels<2>(target + i * blockDim.x, p.tile.row_pitch, quads[i]);
   }
   template <int kQuads>
   static __device__ void store_channels(uint32_t* target, int pitch, const Quad* quads) {
@@ -327,8 +283,7 @@ class RowsMmaInputRows {
       const int x = column - p.tile.halo + i;
       const bool inside = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
       const auto element = [&](int c) {
-        return inside && c < p.in_channels ? __ldg(source + c * p.in.channel + (x - column) * p.in.axis[2])
-                                           : from_accumulator<T>(0.f);
+        return inside && c < p.in_channels ? __ldg(source + c + (x - column) * p.in.axis[2]) : from_accumulator<T>(0.f);
       };
 #pragma unroll 4
       for (int r = 0; r < p.tile.steps * kWordRows; ++r) {
@@ -342,16 +297,14 @@ class RowsMmaInputRows {
   }
 };
 
-// The output channel of row `row + 8 * half` of an MMA. Channels last, a lane's two are neighbours.
-__device__ inline int rows_mma_channel(const RowsMmaParams& p, int row, int half) {
-  return p.channels_last ? 2 * row + half : row + 8 * half;
-}
+// The output channel of row `row + 8 * half` of an MMA: a lane's two are neighbours.
+__device__ inline int rows_mma_channel(int row, int half) { return 2 * row + half; }
 
 // What stays in shared memory for a channel block: the weights as the lanes need them, [height tap][step][tap of the
-// last axis][lane]; the bias, and what rows of it alone are copied from: a piece a channel, or one of zeros.
+// last axis][lane], and the bias.
 template <class Traits>
 __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typename Traits::Element>* weights,
-                               float* terms, typename Traits::Element* constants, typename Traits::Element* outputs) {
+                               float* terms) {
   using T = typename Traits::Element;
   const int group = block / p.tile.channel_blocks, first = (block - group * p.tile.channel_blocks) * kRowsMmaChannels;
   const int taps = p.height_kernel * Traits::kKernel;
@@ -362,7 +315,7 @@ __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typena
     const int tap = height_tap * Traits::kKernel + i / 32 % Traits::kKernel;
     const int step = row - height_tap * p.tile.steps;
     weights[i] = make_left<T>(i % 32 / 4, i % 4, [&](int mma_row, int in) {
-      const int out = first + rows_mma_channel(p, mma_row % 8, mma_row / 8);
+      const int out = first + rows_mma_channel(mma_row % 8, mma_row / 8);
       in += step * kRowsMmaStep;
       const bool exists = out < p.out_channels && in < p.in_channels && in / p.group_in == out / p.group_out;
       return exists ? __ldg(weight + (in * p.group_out + out % p.group_out) * taps + tap) : from_accumulator<T>(0.f);
@@ -373,14 +326,6 @@ __device__ void stage_channels(const RowsMmaParams& p, int block, MmaLeft<typena
     return first + c < p.out_channels ? epilogue.channel_term(group * p.out_channels + first + c) : 0.f;
   };
   if (threadIdx.x < kRowsMmaChannels) terms[threadIdx.x] = term(threadIdx.x);
-  if (p.channels_last) return;
-  const int piece = p.tile.constant_bytes / sizeof(T), pieces = p.bias == nullptr ? 1 : kRowsMmaChannels;
-  for (int i = threadIdx.x; i < piece * pieces; i += blockDim.x) {
-    constants[i] = from_accumulator<T>(term(i / piece));
-  }
-  for (int i = threadIdx.x; i < p.tile.output_pitch * kRowsMmaChannels; i += blockDim.x) {
-    outputs[i] = from_accumulator<T>(term(i / p.tile.output_pitch));
-  }
 }
 
 }  // namespace fastconvt::cuda

@@ -24,27 +24,31 @@ RowsPersistentParams rows_persistent_params(const Problem& problem, const void* 
   p.padding = static_cast<int>(width.padding);
   p.in_width = static_cast<int>(width.in);
   p.out_width = static_cast<int>(width.out());
-  p.in_channels = static_cast<int>(problem.in_channels_per_group());
-  p.out_channels = static_cast<int>(problem.out_channels_per_group());
   p.tile = rows_persistent_tile(problem);
+  p.group_in = static_cast<int>(problem.in_channels_per_group());
+  p.group_out = static_cast<int>(problem.out_channels_per_group());
+  p.in_channels = p.tile.merged * p.group_in;
+  p.out_channels = p.tile.merged * p.group_out;
   p.before = p.tile.first_base > height.base(0) ? 1 : 0;
   p.after = p.tile.first_base + p.tile.bases <= height.base(height.out() - 1) ? 1 : 0;
   p.granule = input_granule(problem, input);
   // Every segment has a line at either end, the last one too.
   const int64_t segment = int64_t{p.tile.columns} * width.stride;
   const int64_t last_start = p.tile.base * width.stride - width.padding + (p.tile.segments - 1) * segment;
-  const bool whole_lines = width.out() - std::max<int64_t>(0, last_start) >= 2 * rows_mma_line(problem);
+  const bool whole_lines = width.out() - std::max<int64_t>(0, last_start) >= 2 * (128 / problem.element_size());
   const auto tapless = [&](int r) { return p.phase[(r + p.height_stride) % p.height_stride].first_tap < 0; };
   for (int r = 0; r < p.height_stride; ++r) {
     p.phase[r].joined_before = whole_lines && tapless(r - 1) != tapless(r);
     p.phase[r].joined_after = whole_lines && tapless(r + 1) != tapless(r);
   }
-  const int blocks = static_cast<int>(problem.groups) * p.tile.channel_blocks;
+  const int blocks = static_cast<int>(problem.groups) / p.tile.merged * p.tile.channel_blocks;
   p.sets = blocks * p.tile.segments;
   p.by_sets = fast_divide(p.sets);
   p.by_blocks = fast_divide(blocks);
   p.by_parts = fast_divide(p.tile.parts);
   p.by_channel_blocks = fast_divide(p.tile.channel_blocks);
+  p.by_group_in = fast_divide(p.group_in);
+  p.by_group_out = fast_divide(p.group_out);
   p.least_bases = p.tile.bases / p.tile.parts;
   p.items = static_cast<int>(problem.batch) * p.tile.parts * p.sets;
   p.in = input_strides(problem);
@@ -77,7 +81,7 @@ cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
   const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   const int unit = grid % p.sets == 0 ? p.sets : 1;
   grid = ceil_div(ceil_div(p.items, ceil_div(p.items, grid)), unit) * unit;
-  const int threads = 32 * (p.tile.team_warps * p.tile.teams + p.tile.storers + p.tile.feeders);
+  const int threads = 32 * (p.tile.team_warps * p.tile.teams + kRowsPersistentStorers + kRowsPersistentFeeders);
   rows_persistent_kernel<Traits><<<grid, threads, p.tile.shared_bytes, stream>>>(p);
   return cudaGetLastError();
 }
@@ -104,7 +108,8 @@ cudaError_t launch_rows_persistent(const Problem& problem, const void* input, co
                                    void* output, void* workspace, cudaStream_t stream) {
   if (!rows_persistent_refusal(problem).empty()) return cudaErrorNotSupported;
   RowsPersistentParams p = rows_persistent_params(problem, input, weight, bias, output);
-  p.arrivals = static_cast<unsigned*>(workspace);
+  // Chunks of one row are too small to wait for one another.
+  p.arrivals = p.tile.chunk * p.tile.rows > 1 ? static_cast<unsigned*>(workspace) : nullptr;
   return dispatch_dtype(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 8) {

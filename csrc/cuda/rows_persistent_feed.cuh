@@ -14,17 +14,12 @@ class RowsPersistentFeeder : RowsPersistentRole<Traits> {
   using T = typename Traits::Element;
   using Item = RowsPersistentItem<T>;
   using Role::p;
-  uint64_t* const full;
-  uint64_t* const empty;
-  const int thread, threads;
+  static constexpr int kThreads = 32 * kRowsPersistentFeeders;
+  const int thread;
 
  public:
   __device__ RowsPersistentFeeder(const RowsPersistentParams& p, unsigned char* shared, int thread)
-      : Role(p, shared),
-        full(this->barriers),
-        empty(this->barriers + 2),
-        thread(thread),
-        threads(32 * p.tile.feeders) {}
+      : Role(p, shared), thread(thread) {}
 
   __device__ void run() const {
     // Blocks get to where they arrive only much later; were this too late, they would not wait for one another.
@@ -33,26 +28,26 @@ class RowsPersistentFeeder : RowsPersistentRole<Traits> {
     int k = 0;
     for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
       const Item item(p, index);
-      if (k >= 2) wait_at(empty + k % 2, (k / 2 - 1) % 2);
+      const auto chunk = this->chunk_of(k);
+      if (k >> p.tile.buffer_bits > 0) wait_at(chunk.empty, chunk.parity ^ 1);
       if (k >= 2 && p.arrivals != nullptr) wait_for_blocks(k - 1, patient);
-      T* const target = this->inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
       if (p.granule == 16) {
-        load<16>(item, target);
+        load<16>(item, chunk.inputs);
       } else if (p.granule == 8) {
-        load<8>(item, target);
+        load<8>(item, chunk.inputs);
       } else if (p.granule == 4) {
-        load<4>(item, target);
+        load<4>(item, chunk.inputs);
       } else {
-        load<2>(item, target);
+        load<2>(item, chunk.inputs);
       }
       if (thread == 0) {
-        this->items()[k % 2] = item;
-        arrive_at(full + k % 2);
+        *chunk.item = item;
+        arrive_at(chunk.full);
       }
       if (p.granule == 2) {
-        arrive_at(full + k % 2);
+        arrive_at(chunk.full);
       } else {
-        arrive_after_copies(full + k % 2);
+        arrive_after_copies(chunk.full);
       }
     }
     // Others wait for as many arrivals as they have items.
@@ -73,7 +68,7 @@ class RowsPersistentFeeder : RowsPersistentRole<Traits> {
         if (++polls == kPolls) patient = false;
       }
     }
-    sync_named(2, threads);
+    sync_named(2, kThreads);
   }
 
   template <int bytes>
@@ -95,7 +90,7 @@ class RowsPersistentFeeder : RowsPersistentRole<Traits> {
           load_elements(item, row, target);
         } else {
 #pragma unroll 1
-          for (int at = (halo + thread) * kCount; at < end; at += threads * kCount) {
+          for (int at = (halo + thread) * kCount; at < end; at += kThreads * kCount) {
             const int x = first + at;
             const bool exists = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
             const T* source = row + (exists ? x : 0);
@@ -113,26 +108,33 @@ class RowsPersistentFeeder : RowsPersistentRole<Traits> {
     }
   }
 
-  // Rows of 16-bit elements that begin anywhere.
+  // Rows of 16-bit elements that begin anywhere: many loads at a time hide how long they take.
   __device__ void load_elements(const Item& item, const T* source, T* target) const {
-    constexpr int kBatch = 8;
+    constexpr int kChannels = 8, kColumns = 4;
     const int columns = p.tile.columns + kRowsPersistentHalo;
 #pragma unroll 1
-    for (int channel = 0; channel < p.in_channels; ++channel) {
+    for (int channel = 0; channel < p.in_channels; channel += kChannels) {
 #pragma unroll 1
-      for (int at = thread; at < columns; at += threads * kBatch) {
-        T batch[kBatch];
+      for (int at = thread; at < columns; at += kThreads * kColumns) {
+        const int x = item.column - kRowsPersistentHalo + at;
+        T batch[kChannels][kColumns];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int x = item.column - kRowsPersistentHalo + at + i * threads;
-          const bool exists = static_cast<unsigned>(x) < static_cast<unsigned>(p.in_width);
-          batch[i] = exists ? __ldg(source + channel * p.in.channel + x) : from_accumulator<T>(0.f);
-        }
+        for (int c = 0; c < kChannels; ++c)
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (at + i * threads < columns) target[channel * p.tile.row_pitch + at + i * threads] = batch[i];
-        }
+          for (int i = 0; i < kColumns; ++i) {
+            const bool exists = channel + c < p.in_channels &&
+                                static_cast<unsigned>(x + i * kThreads) < static_cast<unsigned>(p.in_width);
+            batch[c][i] = exists ? __ldg(source + c * p.in.channel + x + i * kThreads) : from_accumulator<T>(0.f);
+          }
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c)
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) {
+            if (at + i * kThreads < columns) target[c * p.tile.row_pitch + at + i * kThreads] = batch[c][i];
+          }
       }
+      source += kChannels * p.in.channel;
+      target += kChannels * p.tile.row_pitch;
     }
   }
 };

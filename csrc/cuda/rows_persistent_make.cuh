@@ -16,8 +16,10 @@ __device__ double sum_by_definition(const RowsPersistentParams& p,
   int block = item.block;
   const int group = p.by_channel_blocks(block);
   channel += block * kRowsMmaChannels;
+  const int of = channel / p.group_out, first = of * p.group_in;  // of the merged groups, and its first channel
   const T* const weight =
-      static_cast<const T*>(p.weight) + taps * (static_cast<int64_t>(group) * p.in_channels * p.out_channels + channel);
+      static_cast<const T*>(p.weight) +
+      taps * (static_cast<int64_t>(group) * p.in_channels * p.group_out + channel - of * p.group_out);
   double sum = 0;
   int y = base - p.phase[phase].back;
   for (int tap = p.phase[phase].first_tap; tap < p.height_kernel; tap += p.tap_step, y -= p.back_step) {
@@ -26,9 +28,9 @@ __device__ double sum_by_definition(const RowsPersistentParams& p,
       const int x = o + p.padding - t * Traits::kDilation;
       if (x < 0 || x % Traits::kStride != 0 || x / Traits::kStride >= p.in_width) continue;
 #pragma unroll 1
-      for (int c = 0; c < p.in_channels; ++c) {
+      for (int c = first; c < first + p.group_in; ++c) {
         const T value = item.input[c * p.in.channel + y * p.in.axis[1] + x / Traits::kStride];
-        const T w = weight[c * p.out_channels * taps + tap * Traits::kKernel + t];
+        const T w = weight[c * p.group_out * taps + tap * Traits::kKernel + t];
         sum = fma(static_cast<double>(to_accumulator(value)), static_cast<double>(to_accumulator(w)), sum);
       }
     }
@@ -89,25 +91,23 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
         quad(threadIdx.x % 4) {}
 
   __device__ void run() {
-    uint64_t* const full = this->barriers;
-    uint64_t* const empty = full + 2;
     int staged_block = Item(p, blockIdx.x).block, k = 0, slot = 0;
     int next = team;  // the team's next base, from the item's first one on
     change_channels(staged_block);
     for (int index = blockIdx.x; index < p.items; index += gridDim.x, ++k) {
-      wait_at(full + k % 2, k / 2 % 2);
-      const Item item = this->items()[k % 2];
+      const auto chunk = this->chunk_of(k);
+      wait_at(chunk.full, chunk.parity);
+      const Item item = *chunk.item;
       if (item.block != staged_block) {
         change_channels(item.block);
         staged_block = item.block;
       }
       origin = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(item.output) / sizeof(T)) +
                static_cast<uint32_t>(this->first_output(item)) + row * static_cast<uint32_t>(p.out.channel);
-      const T* const chunk = this->inputs + k % 2 * (p.tile.input_bytes / static_cast<int>(sizeof(T)));
-      if (next >= item.count) finish(empty + k % 2);
+      if (next >= item.count) finish(chunk.empty);
       for (; next < item.count; next += p.tile.teams, slot += p.tile.rows) {
         const bool last = next + p.tile.teams >= item.count;
-        make_base(item, item.base + next, slot, chunk, last ? empty + k % 2 : nullptr);
+        make_base(item, item.base + next, slot, chunk.inputs, last ? chunk.empty : nullptr);
       }
       next -= item.count;
     }

@@ -28,9 +28,10 @@ struct RowsPersistentParams {
   int tap_step, back_step;  // between the taps of a phase of the height, and between what they read
   int before, after;        // 1 if constants alone come before an image's bases, and after them
   int in_width, out_width, padding;
-  int in_channels, out_channels;  // of a group
+  int group_in, group_out;        // channels of a group
+  int in_channels, out_channels;  // of merged groups
   int sets;                       // channel blocks and segments: what an input chunk is made into
-  FastDivide by_sets, by_blocks, by_parts, by_channel_blocks;
+  FastDivide by_sets, by_blocks, by_parts, by_channel_blocks, by_group_in, by_group_out;
   int least_bases;  // of a part
   int items;        // chunks of all sets
   int granule;      // bytes that a copy of inputs moves
@@ -49,7 +50,8 @@ struct RowsPersistentTraits {
   static constexpr int kSector = kRowsPersistentSector / sizeof(T);
   static constexpr int kLine = 128 / sizeof(T);
   static constexpr int kTiles = kRowsPersistentTiles;
-  static constexpr int kMaxThreads = 32 * (kRowsPersistentMakers + kRowsPersistentStorers + kRowsPersistentFeeders);
+  static constexpr int kMaxThreads =
+      32 * (rows_persistent_makers(kSplit) + kRowsPersistentStorers + kRowsPersistentFeeders);
 };
 
 __device__ inline bool has_input_row(const RowsPersistentParams& p, int y) {

@@ -17,17 +17,20 @@ __device__ void stage_channels(const RowsPersistentParams& p, int block, MmaLeft
   const int group = p.by_channel_blocks(block), first = block * kRowsMmaChannels;
   const int taps = p.height_kernel * Traits::kKernel;
   const T* const weight =
-      static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.in_channels * p.out_channels * taps;
+      static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.in_channels * p.group_out * taps;
   for (int i = thread; i < taps * p.tile.steps * 32; i += threads) {
     const int row = i / 32 / Traits::kKernel, height_tap = row / p.tile.steps;
     const int tap = height_tap * Traits::kKernel + i / 32 % Traits::kKernel;
     const int step = row - height_tap * p.tile.steps;
+    // Without a branch, which would wait for what it loads.
     const auto load = [&](int mma_row, int in) {
-      const int out = first + mma_row;
       in += step * kRowsMmaStep;
-      return out < p.out_channels && in < p.in_channels
-                 ? __ldg(weight + (static_cast<int64_t>(in) * p.out_channels + out) * taps + tap)
-                 : from_accumulator<T>(0.f);
+      int out = first + mma_row, in_of_group = in;
+      bool exists = out < p.out_channels && in < p.in_channels;
+      exists = p.by_group_out(out) == p.by_group_in(in_of_group) && exists;
+      const int64_t offset = (static_cast<int64_t>(in) * p.group_out + out) * taps + tap;
+      const T value = __ldg(weight + (exists ? offset : 0));
+      return exists ? value : from_accumulator<T>(0.f);
     };
     if constexpr (Traits::kSplit) {
       MmaLeft<T>* const both = weights + i / 32 * 64 + i % 32;
@@ -98,18 +101,29 @@ struct RowsPersistentRole {
   // For the row number `slot` of a team.
   __device__ Stage stage_of(int team, int slot) const {
     const int index = team * kRowsPersistentStages + slot % kRowsPersistentStages;
-    uint64_t* const staged = barriers + 4 + index;
+    uint64_t* const staged = barriers + 2 * kRowsPersistentBuffers + index;
     return {outputs + index * kRowsMmaChannels * p.tile.output_pitch, staged,
             staged + kRowsPersistentStages * p.tile.teams, slot / kRowsPersistentStages};
   }
 
-  // Of the two chunks that are staged.
-  __device__ Item* items() const {
-    return reinterpret_cast<Item*>(barriers + 4 + 2 * kRowsPersistentStages * p.tile.teams);
+  // Where a block's chunk number k is staged.
+  struct Chunk {
+    T* inputs;
+    Item* item;
+    uint64_t* full;
+    uint64_t* empty;
+    int parity;  // of the times that the buffer has been in use
+  };
+
+  __device__ Chunk chunk_of(int k) const {
+    const int buffer = k & ((1 << p.tile.buffer_bits) - 1);
+    uint64_t* const end = barriers + 2 * kRowsPersistentBuffers + 2 * kRowsPersistentStages * p.tile.teams;
+    return {inputs + buffer * (p.tile.input_bytes / static_cast<int>(sizeof(T))), reinterpret_cast<Item*>(end) + buffer,
+            barriers + buffer, barriers + kRowsPersistentBuffers + buffer, k >> p.tile.buffer_bits & 1};
   }
   __device__ int makers() const { return 32 * p.tile.team_warps * p.tile.teams; }
   // All makers and storers.
-  __device__ void sync_roles() const { sync_named(1, makers() + 32 * p.tile.storers); }
+  __device__ void sync_roles() const { sync_named(1, makers() + 32 * kRowsPersistentStorers); }
 
   __device__ bool tapless(int phase) const { return p.phase[phase].first_tap < 0; }
   __device__ int first_output(const Item& item) const { return item.column * kStride - p.padding; }

@@ -36,8 +36,8 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
 
   __device__ void run(int storer) {
     int staged_block = -1;
-    int next = storer;  // the storer's next base, from the item's first one on
-    int team = storer % p.tile.teams, turn = storer / p.tile.teams;
+    int turn = storer;  // rows until the storer's next one
+    int team = 0, slot = 0;
     for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
       const Item item(p, index);
       if (item.block != staged_block) {
@@ -49,11 +49,10 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
       lane_output = this->row_origin(item, 0, channel);
       if (storer == 0 && item.first && p.before) store_base_constants(item, item.base - 1);
       if (storer == 0 && item.last && p.after) store_base_constants(item, item.base + item.count);
-      for (; next < item.count; next += p.tile.storers) {
-        store_base(item, item.base + next, team, turn * p.tile.rows);
-        for (team += p.tile.storers; team >= p.tile.teams; team -= p.tile.teams) ++turn;
+      for (int i = 0; i < item.count; ++i) {
+        store_base(item, item.base + i, team, slot, turn);
+        if (++team == p.tile.teams) team = 0, slot += p.tile.rows;
       }
-      next -= item.count;
     }
     wait_for_copies();
   }
@@ -75,30 +74,40 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
     }
   }
 
-  __device__ void store_base(const Item& item, int base, int team, int slot) const {
-    store_base_constants(item, base);
+  // The storer's rows of a base, and the base's constants if the first row is the storer's. Two storers cannot get to a
+  // stage that is two rounds behind: barriers tell two rounds apart, not three.
+  __device__ void store_base(const Item& item, int base, int team, int slot, int& turn) const {
+    if (turn >= p.tile.rows) {
+      turn -= p.tile.rows;
+      return;
+    }
+    if (turn == 0) store_base_constants(item, base);
     for (int phase = 0; phase < p.height_stride; ++phase) {
       if (this->tapless(phase)) continue;
-      const auto stage = this->stage_of(team, slot++);
-      const int y = this->output_y(base, phase);
-      stage.wait_until_free();
-      if (this->has_output(y)) {
-        const Range range = row_range(item, y, phase, false);
-        fill_ends(range, stage.outputs);
-        fence_before_bulk();
-        wait_at(stage.staged, stage.round % 2);
-        __syncwarp();
-        store_row(item, range, stage.outputs);
-      } else {
-        wait_at(stage.staged, stage.round % 2);
-      }
-      wait_for_copies();
-      if (lane == 0) arrive_at(stage.free);
+      if (turn == 0) store_row(item, base, phase, this->stage_of(team, slot));
+      turn = turn == 0 ? kRowsPersistentStorers - 1 : turn - 1;
+      ++slot;
     }
-    wait_for_copies();
   }
 
-  __device__ void store_row(const Item& item, const Range& range, T* stage) const {
+  __device__ void store_row(const Item& item, int base, int phase, const typename Role::Stage& stage) const {
+    const int y = this->output_y(base, phase);
+    stage.wait_until_free();
+    if (this->has_output(y)) {
+      const Range range = row_range(item, y, phase, false);
+      fill_ends(range, stage.outputs);
+      fence_before_bulk();
+      wait_at(stage.staged, stage.round % 2);
+      __syncwarp();
+      store_staged(item, range, stage.outputs);
+    } else {
+      wait_at(stage.staged, stage.round % 2);
+    }
+    wait_for_copies();
+    if (lane == 0) arrive_at(stage.free);
+  }
+
+  __device__ void store_staged(const Item& item, const Range& range, T* stage) const {
     T* const staged = this->staged_channel(stage, range.origin, channel);
     if (stores(item) && range.core_begin < range.core_end) {
       copy(range.origin + range.core_begin, staged + range.core_begin, range.core_end - range.core_begin);
