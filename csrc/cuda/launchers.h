@@ -18,7 +18,7 @@ cudaError_t launch_gather(const Problem& problem, const void* input, const void*
                           cudaStream_t stream);
 
 // The same where the last axis has one of the shapes of core/rows.h or core/rows_mma.h: few channels a group, in
-// float32 (contiguous; channels_last), and on matrix units in TF32, float16 and bfloat16.
+// float32 (contiguous; channels_last), and, channels_last, on matrix units in TF32, float16 and bfloat16.
 cudaError_t launch_row_tile(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream);
 cudaError_t launch_rows(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
@@ -26,7 +26,7 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream);
 
-// The same as launch_rows_mma, for fewer problems and faster (core/rows_persistent.h). The workspace, not initialised,
+// Contiguous on matrix units, float32 by three products, too (core/rows_persistent.h). The workspace, not initialised,
 // aligned to 4 bytes, paces the reads of all blocks; null: they are not paced.
 int64_t rows_persistent_workspace(const Problem& problem);
 cudaError_t launch_rows_persistent(const Problem& problem, const void* input, const void* weight, const void* bias,
