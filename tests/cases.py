@@ -183,16 +183,26 @@ def draw_case(integer, max_elements=20_000):
 
 
 def draw_relative(integer, max_elements=100_000):
-    """A relative of one of the two reference layers: few channels a group, small kernels, and long rows at times."""
+    """A relative of one of the two reference layers, a depthwise layer or a head: few channels of one kind or both,
+    small kernels, and long rows at times."""
     ndim = integer(1, 3)
-    few = ((1, 2, 3, 4), (4, 8, 16), (8,))[integer(0, 2)] if ndim < 3 else (1, 2, 3, 3, 4, 5)
-    many = ((16,), (4, 8, 16, 32), range(1, 34))[integer(0, 2)]
-    groups = integer(1, 5) if ndim < 3 else 1
+    kind = integer(0, 3)
+    if kind == 0:  # depthwise
+        few, many, groups = (1,), (1, 1, 1, 2, 3), integer(1, 12)
+    elif kind == 1:  # a head
+        few, many, groups = range(8, 40), (1, 2, 3, 4, 9), integer(1, 2)
+    else:
+        few = ((1, 2, 3, 4), (4, 8, 16), (8,))[integer(0, 2)] if ndim < 3 else (1, 2, 3, 3, 4, 5)
+        many = ((16,), (4, 8, 16, 32), range(1, 34))[integer(0, 2)]
+        groups = integer(1, 5) if ndim < 3 else 1
     channels_in, channels_out = (of[integer(0, len(of) - 1)] for of in (few, many))
     axes = []
     for axis in range(ndim):
         longest = 20 if ndim == 3 or axis < ndim - 1 else (70, 70, 600)[integer(0, 2)]
         kernel, stride, dilation = integer(1, 5), integer(1, 3), integer(1, 3) if integer(0, 1) else 1
+        if kind < 2 and integer(0, 1):
+            stride = integer(2, 8 // ndim)
+            kernel, dilation = stride * integer(1, 2), 1
         axes.append(_finish_axis(integer, integer(1, longest), kernel, stride, dilation))
     size, kernel, stride, padding, output_padding, dilation = zip(*axes, strict=True)
     case = Case(

@@ -217,6 +217,8 @@ OWN = [
         ["gather"],
     ),
     ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_persistent", "gather"], ["gather"]),
+    ("CONV_TRANSPOSE", ("audio_k6_s3_depthwise",), ["depthwise", "gather"], ["gather", "depthwise"]),
+    ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads", "gather"], ["gather"]),
     ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad"], []),
     ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad"], []),
     ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),

@@ -7,6 +7,8 @@
 
 #include "chain_backward.h"
 #include "chain_mma.h"
+#include "depthwise.h"
+#include "heads.h"
 #include "row_tile.h"
 #include "rows.h"
 #include "rows_gradient.h"
@@ -124,9 +126,13 @@ bool gather_wins(const Problem& p) {
   return p.dtype == DType::kFloat32 && out >= 16 && strided && length <= (p.allow_tf32 ? 128 : 450);
 }
 
-// The general kernels; the chain's gradients take some 30 times its forward's least time.
+// The general kernels. A gather tile has eight output channels, idle or not. The chain's gradients take some 30 times
+// its forward's least time.
 double own_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
-  return 0.005 + (operation == Operation::kChainGradients ? 30 : 3.2) * cuda_floor(p);
+  if (operation == Operation::kChainGradients) return 0.005 + 30 * cuda_floor(p);
+  if (operation != Operation::kConvTranspose) return 0.005 + 3.2 * cuda_floor(p);
+  const double idle = 8.0 / double(std::min<int64_t>(8, p.out_channels_per_group()));
+  return 0.005 + 3.2 * std::max(idle * ms(2 * p.macs(), 55e12), ms(p.bytes(), 4.3e12));
 }
 
 // The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0, and one below kEnd, from where
@@ -161,7 +167,8 @@ double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) 
   const double passes = operation == Operation::kConvTranspose    ? 0
                         : operation == Operation::kChainGradients ? ms(40 * p.bytes(), 4.3e12)
                                                                   : ms(10 * p.bytes(), 4.3e12);
-  return 0.005 + (gather_wins(p) ? 6 : 2) * cuda_floor(p) + passes;
+  const bool head = p.out_channels_per_group() * p.kernel_positions() <= 80;  // few outputs starve a matrix unit
+  return 0.005 + (gather_wins(p) ? 6 : head ? 4 : 2) * cuda_floor(p) + passes;
 }
 
 std::string never(const Problem&, const DeviceInfo&) { return ""; }
@@ -193,6 +200,9 @@ const Row kTable[] = {
      [](Operation o, const Problem& p, const DeviceInfo& d) { return phase_cost(o, p, d, kPortableRate); }},
     {CandidateId::kAten, "aten", false, kAny, never, aten_cpu_cost},
     {CandidateId::kGather, "gather", true, kForward, cuda_refusal, own_cuda_cost},
+    {CandidateId::kDepthwise, "depthwise", true, kForward, family_refusal<75, depthwise_refusal>,
+     family_cost<depthwise_cost_ms>},
+    {CandidateId::kHeads, "heads", true, kForward, family_refusal<90, heads_refusal, 120>, family_cost<heads_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},

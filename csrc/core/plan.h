@@ -18,6 +18,8 @@ enum class CandidateId {
   kPhaseAvx2,
   kPhasePortable,
   kGather,
+  kDepthwise,
+  kHeads,
   kRowTile,
   kRows,
   kRowsMma,

@@ -91,6 +91,10 @@ const char* plain_name(int spatial) {
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
   const void *input = call.input.const_data_ptr(), *weight = call.weight.const_data_ptr(), *bias = bias_data(call);
   switch (candidate) {
+    case CandidateId::kDepthwise:
+      return launch_depthwise(call.problem, input, weight, bias, output, stream);
+    case CandidateId::kHeads:
+      return launch_heads(call.problem, input, weight, bias, output, stream);
     case CandidateId::kRowTile:
       return launch_row_tile(call.problem, input, weight, bias, output, stream);
     case CandidateId::kRows:

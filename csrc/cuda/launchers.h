@@ -17,6 +17,12 @@ cudaError_t probe_image();
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                           cudaStream_t stream);
 
+// The same for one input channel a group (core/depthwise.h), and for few output channels a group (core/heads.h).
+cudaError_t launch_depthwise(const Problem& problem, const void* input, const void* weight, const void* bias,
+                             void* output, cudaStream_t stream);
+cudaError_t launch_heads(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                         cudaStream_t stream);
+
 // The same where the last axis has one of the shapes of core/rows.h or core/rows_mma.h: few channels a group, in
 // float32 (contiguous; channels_last), and, channels_last, on matrix units in TF32, float16 and bfloat16.
 cudaError_t launch_row_tile(const Problem& problem, const void* input, const void* weight, const void* bias,
