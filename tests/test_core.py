@@ -236,6 +236,15 @@ def test_every_own_candidate_can_make_its_reference_layer(core, operation, call,
         assert plan_on_gpu(core, operation, made, forced=forced)["choice"] == forced
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case_has_a_plan_on_a_gpu(core, case):
+    for dtype, tf32, last in itertools.product(("float32", "bfloat16", "float64"), (False, True), (False, True)):
+        for operation in ("CONV_TRANSPOSE", "INPUT_GRADIENT", "WEIGHT_GRADIENT"):
+            plan = plan_on_gpu(core, operation, problem(core, case.name, dtype, tf32, last))
+            costs = {row["name"]: row["cost_ms"] for row in plan["candidates"] if row["supported"]}
+            assert costs["aten"] >= costs[plan["choice"]] >= 0
+
+
 @pytest.mark.parametrize("operation, call, own, _", OWN)
 def test_a_gpu_that_our_kernels_cannot_serve_is_left_to_aten(core, operation, call, own, _):
     made = problem(core, *call)

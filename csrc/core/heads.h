@@ -145,7 +145,7 @@ inline void heads_choose_box(const Problem& problem, HeadsTile& tile) {
   const auto consider = [&](HeadsTile t) {
     if (t.of_width.inputs * t.of_mid.inputs > kMost) return;
     const int64_t positions = std::max<int64_t>(1, t.of_width.inputs * t.of_mid.inputs);
-    for (int64_t batch = 1; batch <= std::min<int64_t>({problem.batch, kMost / positions, 8}); ++batch) {
+    for (int64_t batch = 1; batch <= std::min<int64_t>({problem.batch, kMost / positions, 8}); batch *= 2) {
       t.batch = batch;
       heads_finish(problem, t);
       if (t.shared_bytes > kHeadsShared) break;
@@ -159,7 +159,7 @@ inline void heads_choose_box(const Problem& problem, HeadsTile& tile) {
     const int64_t all = t.of_mid.end - t.of_mid.first, reach = -t.of_mid.low;
     heads_cut(mid, all, 0, 1, t.of_mid);
     consider(t);
-    for (int64_t places = 1; places < all && places <= 32; ++places) {
+    for (int64_t places = 1; places < all && places <= 16; places += places < 8 ? 1 : 4) {
       if (places * t.of_width.inputs > kMost) break;
       heads_cut(mid, places, 0, 1, t.of_mid);
       consider(t);
@@ -174,7 +174,7 @@ inline void heads_choose_box(const Problem& problem, HeadsTile& tile) {
   heads_cut(width, all, 0, 4, t.of_width);
   if (t.of_width.inputs <= kMost) consider_mid(t);
   const int64_t halo = t.of_width.held - all;
-  for (const int64_t positions : {32, 64, 96, 128, 192, 256, 320}) {
+  for (const int64_t positions : {64, 128, 192, 256}) {
     const int64_t places = (positions - halo) / 4 * 4;
     if (places <= 0 || places >= all) continue;
     heads_cut(width, places, 0, 4, t.of_width);
@@ -194,8 +194,8 @@ inline HeadsTile heads_tile(const Problem& problem) {
   return t;
 }
 
-// "" if the family can make the call, else a reason.
-inline std::string heads_refusal(const Problem& problem) {
+// "" if the family can make the call, else a reason; the tile of what it can make.
+inline std::string heads_refusal(const Problem& problem, HeadsTile& t) {
   if (problem.dtype == DType::kFloat64) return "float64";
   constexpr int64_t kLimit = int64_t{1} << 24;
   for (const Axis& a : problem.axis) {
@@ -219,15 +219,21 @@ inline std::string heads_refusal(const Problem& problem) {
   }
   if (march.kernel > kHeadsMaxMarch) return "a kernel beyond 16 along the first axis";
   if (problem.out_elements() == 0) return "";
-  const HeadsTile t = heads_tile(problem);
+  t = heads_tile(problem);
   if (t.shared_bytes == 0) return "too many input channels, or taps too far apart, for the shared memory of a block";
   const double boxes = double(t.of_mid.tiles) * double(t.of_width.tiles) * double(problem.batch);
   if (boxes * double(problem.groups) * 64 >= 2e9) return "too many tiles";
   return "";
 }
 
+inline std::string heads_refusal(const Problem& problem) {
+  HeadsTile tile{};
+  return heads_refusal(problem, tile);
+}
+
 // Milliseconds on an H200, of what is not refused: products by inner length and pairs, folding by pairs.
 inline double heads_cost_ms(const Problem& problem) {
+  if (problem.out_elements() == 0) return 0;
   const HeadsTile t = heads_tile(problem);
   const bool halves = problem.element_size() == 2;
   const double product = halves ? 0.28 : problem.allow_tf32 ? 0.5 : 0.83;  // picoseconds

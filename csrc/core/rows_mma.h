@@ -152,7 +152,9 @@ inline double rows_mma_cost_ms(const Problem& problem) {
   const double strips = static_cast<double>(t.columns) / kRowsMmaColumns;
   const double mma = taps * strips * static_cast<double>(problem.axis[2].kernel * t.steps);
   const bool wide = problem.element_size() == 4;
-  const double blocks_ms = planes * (rows * (4 + strips) + 0.07 * mma) * (wide ? 0.7e-6 : 0.55e-6);
+  // Pixels of no whole vectors are stored element by element.
+  const double vectors = problem.out_channels * problem.element_size() % 16 == 0 ? 1 : 3.5;
+  const double blocks_ms = vectors * planes * (rows * (4 + strips) + 0.07 * mma) * (wide ? 0.7e-6 : 0.55e-6);
   return 0.006 + std::max(blocks_ms, problem.bytes() / (wide ? 2.75e9 : 2.5e9));
 }
 

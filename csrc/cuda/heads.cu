@@ -7,7 +7,6 @@
 #include "launchers.h"
 
 namespace fastconvt::cuda {
-
 namespace {
 
 bool heads_aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
@@ -172,8 +171,8 @@ cudaError_t dispatch_heads(HeadsParams& p, const HeadsTile& tile, cudaStream_t s
 cudaError_t launch_heads(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                          cudaStream_t stream) {
   if (problem.out_elements() == 0) return cudaSuccess;
-  if (!heads_refusal(problem).empty()) return cudaErrorNotSupported;
-  const HeadsTile tile = heads_tile(problem);
+  HeadsTile tile{};
+  if (!heads_refusal(problem, tile).empty()) return cudaErrorNotSupported;
   HeadsParams p = heads_params(problem, tile, input, weight, bias, output);
   return dispatch_dtype(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

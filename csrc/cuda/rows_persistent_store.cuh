@@ -36,7 +36,6 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
 
   __device__ void run(int storer) {
     int staged_block = -1;
-    int turn = storer;  // rows until the storer's next one
     int team = 0, slot = 0;
     for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
       const Item item(p, index);
@@ -50,7 +49,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
       if (storer == 0 && item.first && p.before) store_base_constants(item, item.base - 1);
       if (storer == 0 && item.last && p.after) store_base_constants(item, item.base + item.count);
       for (int i = 0; i < item.count; ++i) {
-        store_base(item, item.base + i, team, slot, turn);
+        store_base(item, item.base + i, team, slot, (storer + team) % kRowsPersistentStorers);
         if (++team == p.tile.teams) team = 0, slot += p.tile.rows;
       }
     }
@@ -74,18 +73,20 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
     }
   }
 
-  // The storer's rows of a base, and the base's constants if the first row is the storer's. Two storers cannot get to a
-  // stage that is two rounds behind: barriers tell two rounds apart, not three.
-  __device__ void store_base(const Item& item, int base, int team, int slot, int& turn) const {
-    if (turn >= p.tile.rows) {
-      turn -= p.tile.rows;
+  // The storer's rows of a base, those of the team's stage `own`, and the base's constants if the first row is the
+  // storer's. A stage has one storer: of two, the faster could get to it two rounds ahead of the other, and barriers
+  // tell two rounds apart, not three.
+  __device__ void store_base(const Item& item, int base, int team, int slot, int own) const {
+    static_assert(kRowsPersistentStorers == kRowsPersistentStages);
+    const auto is_own = [own](int slot) { return slot % kRowsPersistentStages == own; };
+    if (is_own(slot)) {
+      store_base_constants(item, base);
+    } else if (p.tile.rows == 1) {
       return;
     }
-    if (turn == 0) store_base_constants(item, base);
     for (int phase = 0; phase < p.height_stride; ++phase) {
       if (this->tapless(phase)) continue;
-      if (turn == 0) store_row(item, base, phase, this->stage_of(team, slot));
-      turn = turn == 0 ? kRowsPersistentStorers - 1 : turn - 1;
+      if (is_own(slot)) store_row(item, base, phase, this->stage_of(team, slot));
       ++slot;
     }
   }
