@@ -139,7 +139,11 @@ def parse_arguments():
     parser.add_argument("--problems", type=int, default=sys.maxsize, help="or after so many problems")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--relatives", action="store_true", help="relatives of the reference layers, depthwise layers and heads only, legal ones")
+    parser.add_argument(
+        "--relatives",
+        action="store_true",
+        help="relatives of the reference layers, depthwise layers and heads only, legal ones",
+    )
     parser.add_argument("--first", type=int, default=0, help="the number of the first problem")
     return parser.parse_args()
 

@@ -168,8 +168,8 @@ double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) 
   const double passes = operation == Operation::kConvTranspose    ? 0
                         : operation == Operation::kChainGradients ? ms(40 * p.bytes(), 4.3e12)
                                                                   : ms(10 * p.bytes(), 4.3e12);
-  // Few outputs starve a matrix unit, and take 0.03 ms however small the layer. In strict float32, cuDNN's deterministic
-  // algorithm took 160 to 210 times the least time on three such layers.
+  // Few outputs starve a matrix unit, and take 0.03 ms however small the layer. In strict float32, cuDNN's
+  // deterministic algorithm took 160 to 210 times the least time on three such layers.
   const int64_t out = p.out_channels_per_group(), positions = p.kernel_positions();
   const bool head = out * positions <= 80 || (out <= 4 && positions <= 64);
   if (operation == Operation::kConvTranspose && head) {
