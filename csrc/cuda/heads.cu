@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "launchers.h"
+#include "occupancy.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -132,24 +133,11 @@ int cut_march(HeadsParams& p, int resident) {
 
 template <class Traits>
 cudaError_t launch(HeadsParams& p, const HeadsTile& tile, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0, largest = 0, blocks = 0;
   const int shared = static_cast<int>(tile.shared_bytes), threads = static_cast<int>(tile.warps) * 32;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&largest, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess && shared > largest) error = cudaErrorNotSupported;
-  if (error == cudaSuccess) {
-    // The same value every time: launches from several threads must not undo each other's.
-    error = cudaFuncSetAttribute(heads_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 std::min(static_cast<int>(kHeadsShared), largest));
-  }
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, heads_kernel<Traits>, threads, shared);
-  }
+  int blocks = 0;
+  const cudaError_t error = count_resident_blocks(heads_kernel<Traits>, threads, shared, kHeadsShared, blocks);
   if (error != cudaSuccess) return error;
-  const int grid = cut_march(p, std::max(1, multiprocessors * blocks));
+  const int grid = cut_march(p, std::max(1, blocks));
   heads_kernel<Traits><<<grid, threads, shared, stream>>>(p);
   return cudaGetLastError();
 }

@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "launchers.h"
+#include "occupancy.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -55,26 +56,13 @@ void cut(RowsMmaParams& p, int blocks) {
 
 template <class Traits>
 cudaError_t launch(RowsMmaParams& p, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0, largest = 0, blocks = 0;
   const int shared = static_cast<int>(p.tile.shared_bytes), threads = p.tile.warps * 32;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&largest, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error == cudaSuccess && shared > largest) error = cudaErrorNotSupported;
-  if (error == cudaSuccess) {
-    // The same value every time: launches from several threads must not undo each other's.
-    error = cudaFuncSetAttribute(rows_mma_kernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 std::min(static_cast<int>(kRowsMmaShared), largest));
-  }
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, rows_mma_kernel<Traits>, threads, shared);
-  }
+  int blocks = 0;
+  const cudaError_t error = count_resident_blocks(rows_mma_kernel<Traits>, threads, shared, kRowsMmaShared, blocks);
   if (error != cudaSuccess) return error;
   // Whole multiples of the channel blocks: a block then keeps its weights.
   const int channel_blocks = p.groups * p.tile.channel_blocks;
-  int grid = std::max(1, multiprocessors * blocks);
+  int grid = std::max(1, blocks);
   if (grid > channel_blocks) grid -= grid % channel_blocks;
   cut(p, grid);
   rows_mma_kernel<Traits><<<std::min(grid, p.items), threads, shared, stream>>>(p);
