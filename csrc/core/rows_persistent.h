@@ -16,7 +16,7 @@ namespace fastconvt {
 
 // Warps that multiply, at most: as many as registers are there for; float32 as three products takes more of them.
 constexpr int rows_persistent_makers(bool split) { return split ? 8 : 9; }
-inline constexpr int kRowsPersistentStorers = 2;  // warps that store, in turn
+inline constexpr int kRowsPersistentStorers = 2;  // warps that store: one for each of a team's stages
 inline constexpr int kRowsPersistentFeeders = 2;  // warps that load
 inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
 inline constexpr int64_t kRowsPersistentShared = 227 * 1024;
