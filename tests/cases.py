@@ -166,21 +166,9 @@ def draw_case(integer, max_elements=20_000):
         channels_in, channels_out = groups * integer(1, 80), integer(1, 80)
     longest = (40, 12, 6)[ndim - 1]
     axes = [_draw_axis(integer, longest) for _ in range(ndim)]
-    size, kernel, stride, padding, output_padding, dilation = zip(*axes, strict=True)
     batch = (integer(1, 3),) if integer(0, 9) else ((0,) if integer(0, 1) else ())
-    case = Case(
-        "drawn",
-        (*batch, channels_in, *size),
-        (channels_in, channels_out, *kernel),
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        bias=integer(0, 2) > 0,
-    )
-    work = torch.Size(case.output).numel() * torch.Size(kernel).numel()
-    return case if work <= 50 * max_elements else draw_case(integer, max_elements)
+    case = _case_of("drawn", batch, channels_in, channels_out, groups, axes, bias=integer(0, 2) > 0)
+    return case if _work(case) <= 50 * max_elements else draw_case(integer, max_elements)
 
 
 def draw_relative(integer, max_elements=100_000):
@@ -205,20 +193,20 @@ def draw_relative(integer, max_elements=100_000):
             stride = integer(2, 8 // ndim)
             kernel, dilation = stride * integer(1, 2), 1
         axes.append(_finish_axis(integer, integer(1, longest), kernel, stride, dilation))
+    batch, channels = (integer(1, 3),), groups * channels_in
+    case = _case_of("relative", batch, channels, channels_out, groups, axes, bias=integer(0, 1) > 0)
+    return case if _work(case) <= 50 * max_elements else draw_relative(integer, max_elements)
+
+
+def _case_of(name, batch, channels_in, channels_out, groups, axes, bias):
+    """A case of `channels_out` output channels a group, from axes as _finish_axis returns them."""
     size, kernel, stride, padding, output_padding, dilation = zip(*axes, strict=True)
-    case = Case(
-        "relative",
-        (integer(1, 3), groups * channels_in, *size),
-        (groups * channels_in, channels_out, *kernel),
-        stride,
-        padding,
-        output_padding,
-        groups,
-        dilation,
-        bias=integer(0, 1) > 0,
-    )
-    work = torch.Size(case.output).numel() * torch.Size(kernel).numel()
-    return case if work <= 50 * max_elements else draw_relative(integer, max_elements)
+    input, weight = (*batch, channels_in, *size), (channels_in, channels_out, *kernel)
+    return Case(name, input, weight, stride, padding, output_padding, groups, dilation, bias=bias)
+
+
+def _work(case):
+    return torch.Size(case.output).numel() * torch.Size(case.weight[2:]).numel()
 
 
 def _draw_axis(integer, longest):

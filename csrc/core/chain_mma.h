@@ -12,8 +12,6 @@
 
 namespace fastconvt::chain_mma {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // A block's: weights, bias, the places of positions, the positions of cells.
 inline int64_t block_bytes(const Plan& plan) {
   const int64_t weights = int64_t{plan.column_chunks} * plan.num_fragments * plan.column_tiles * 256;
@@ -227,7 +225,6 @@ inline std::string chain_mma_refusal(const Problem& problem) {
 // On an H200, fitted to the reference layer and its relatives: instructions of the tensor and the special function
 // units, which overlap in part, and what a group of cells costs beside. Without a plan: it has to be quick.
 inline double chain_mma_cost_ms(const Problem& problem) {
-  using chain_mma::ceil_div;
   const bool split = problem.dtype == DType::kFloat32 && !problem.allow_tf32;
   const double taps = double(problem.kernel_positions()) * double(ceil_div(problem.in_channels, chain_mma::kBlock));
   const double columns = double(ceil_div(problem.out_channels, 8));

@@ -28,15 +28,11 @@ inline constexpr int kNumDepthwiseChannels = sizeof(kDepthwiseChannels) / sizeof
 
 inline constexpr int64_t kDepthwiseTable = 44 * 1024;  // bytes of a block's weights in shared memory
 
-inline bool is_trivial_axis(const Axis& axis) {
-  return axis.in == 1 && axis.kernel == 1 && axis.stride == 1 && axis.padding == 0 && axis.output_padding == 0;
-}
-
 // Axes of one element are moved where they cost least: threads march along the height. Memory stays as it is.
 inline Problem depthwise_view(Problem problem) {
   std::array<Axis, 3>& axis = problem.axis;
-  if (is_trivial_axis(axis[1])) std::swap(axis[0], axis[1]);
-  if (is_trivial_axis(axis[1]) && problem.layout == Layout::kChannelsLast) std::swap(axis[1], axis[2]);
+  if (axis[1].is_trivial()) std::swap(axis[0], axis[1]);
+  if (axis[1].is_trivial() && problem.layout == Layout::kChannelsLast) std::swap(axis[1], axis[2]);
   return problem;
 }
 

@@ -54,19 +54,17 @@ struct HeadsTile {
   int64_t products, pending, outputs, views, bias, shared_bytes;
 };
 
-inline int64_t heads_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // `unit` is 4 where positions are read four at a time: `places` is a multiple of 4 then, or the whole axis.
 inline void heads_cut(const Axis& axis, int64_t places, int64_t lead, int64_t unit, HeadsSpan& s) {
   const auto down = [unit](int64_t a) { return a >= 0 ? a / unit * unit : -((unit - 1 - a) / unit * unit); };
   s.places = std::min(places, s.end - s.first);
   s.lead = lead;
-  s.tiles = std::max<int64_t>(1, heads_ceil(s.end - s.first - lead, s.places));
+  s.tiles = std::max<int64_t>(1, ceil_div(s.end - s.first - lead, s.places));
   s.before = s.first - down(s.first + s.low);
   s.held = -down(-(s.before + s.places + lead + s.high));
   s.inputs = 0;
   // Tiles read most near the first one that no border clips.
-  const int64_t whole = heads_ceil(std::max<int64_t>(0, unit - s.low - s.first), s.places);
+  const int64_t whole = ceil_div(std::max<int64_t>(0, unit - s.low - s.first), s.places);
   for (const int64_t t : {int64_t{0}, int64_t{1}, whole - 1, whole, whole + 1, s.tiles - 2, s.tiles - 1}) {
     if (t < 0 || t >= s.tiles) continue;
     const int64_t from = s.first + t * s.places;
@@ -99,27 +97,22 @@ inline HeadsSpan heads_runs(const Axis& axis) {
   return s;
 }
 
-// An axis of one position that does nothing.
-inline bool heads_idle(const Axis& a) {
-  return a.in == 1 && a.kernel == 1 && a.stride == 1 && a.padding == 0 && a.output_padding == 0;
-}
-
 // Everything that follows from the spans.
 inline void heads_finish(const Problem& problem, HeadsTile& t) {
   const Axis &march = problem.axis[t.march], &mid = problem.axis[t.mid], &width = problem.axis[2];
   const bool channels_last = problem.layout == Layout::kChannelsLast;
   t.quads = t.batch * t.of_mid.inputs * t.of_width.inputs / 4;
-  t.warps = std::max<int64_t>(1, heads_ceil(t.quads, 8));
+  t.warps = std::max<int64_t>(1, ceil_div(t.quads, 8));
   // 4 modulo 8 keeps the banks of a warp's stores apart.
-  t.pitch = heads_ceil(t.batch * t.of_mid.held * t.of_width.held - 4, 8) * 8 + 4;
-  t.chunks = heads_ceil(t.of_width.places, 32);
+  t.pitch = ceil_div(t.batch * t.of_mid.held * t.of_width.held - 4, 8) * 8 + 4;
+  t.chunks = ceil_div(t.of_width.places, 32);
   const int64_t mid_outputs = (t.of_mid.places + t.of_mid.lead) * mid.stride;
   t.rows = t.batch * mid_outputs;
   const int64_t turns = march.dilation * march.tap_step() / march.stride;
   t.pending_rows = std::max<int64_t>(0, march.kernel - march.tap_step()) * turns;
   t.row_bytes = (32 * width.stride * (channels_last ? t.channels : 1) * problem.element_size() + 31) / 16 * 16;
   t.products = t.steps * t.row_tiles * 512;
-  t.pending = t.products + heads_ceil(t.channels * problem.kernel_positions() * t.pitch + 32, 4) * 16;
+  t.pending = t.products + ceil_div(t.channels * problem.kernel_positions() * t.pitch + 32, 4) * 16;
   t.outputs = t.pending + t.pending_rows * t.rows * t.channels * t.chunks * 32 * width.stride * 4;
   t.views = t.outputs + t.warps * t.row_bytes;
   t.bias = t.views + t.warps * kHeadsViewBytes;
@@ -132,7 +125,7 @@ inline double heads_work(const Problem& problem, const HeadsTile& t) {
   const int64_t most = t.row_tiles > 4 ? 12 : 16;  // warps of a multiprocessor, by their registers
   const int64_t by_registers = std::max<int64_t>(1, most / t.warps);
   const int64_t blocks = std::min<int64_t>(kHeadsShared / (t.shared_bytes + 1024), by_registers);
-  return double(t.of_mid.tiles * t.of_width.tiles * heads_ceil(problem.batch, t.batch) * t.warps) *
+  return double(t.of_mid.tiles * t.of_width.tiles * ceil_div(problem.batch, t.batch) * t.warps) *
          (1 + 3 / double(blocks * t.warps)) * (1 + 0.3 / double(blocks));
 }
 
@@ -185,11 +178,11 @@ inline void heads_choose_box(const Problem& problem, HeadsTile& tile) {
 
 inline HeadsTile heads_tile(const Problem& problem) {
   HeadsTile t{};
-  t.march = heads_idle(problem.axis[0]) ? 1 : 0;
+  t.march = problem.axis[0].is_trivial() ? 1 : 0;
   t.mid = 1 - t.march;
   t.channels = problem.out_channels_per_group();
-  t.row_tiles = heads_ceil(t.channels * problem.kernel_positions(), 16);
-  t.steps = heads_ceil(problem.in_channels_per_group() * problem.element_size(), 32);
+  t.row_tiles = ceil_div(t.channels * problem.kernel_positions(), 16);
+  t.steps = ceil_div(problem.in_channels_per_group() * problem.element_size(), 32);
   heads_choose_box(problem, t);
   return t;
 }
@@ -212,7 +205,7 @@ inline std::string heads_refusal(const Problem& problem, HeadsTile& t) {
   }
   // The general kernel is as good where there is little to multiply.
   if (problem.in_channels_per_group() < 8) return "fewer than 8 input channels a group";
-  const Axis &width = problem.axis[2], &march = problem.axis[heads_idle(problem.axis[0]) ? 1 : 0];
+  const Axis &width = problem.axis[2], &march = problem.axis[problem.axis[0].is_trivial() ? 1 : 0];
   const int64_t most_taps = (width.kernel - 1) / width.tap_step() + 1;
   if (width.stride == 3 || width.stride > 4 || (width.stride == 4 && most_taps > 2)) {
     return "a stride of " + std::to_string(width.stride) + " along the last axis";

@@ -25,9 +25,6 @@ std::string needs(bool available, const char* what) {
   return available ? "" : std::string("this processor or this build has no ") + what;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 // An instruction set as our CPU kernels use it: float32 lanes of a vector, multiply-adds a second and core.
 struct CpuRate {
   int64_t lanes;

@@ -15,6 +15,16 @@
 
 namespace fastconvt {
 
+// Of integers that are not negative.
+template <typename A, typename B>
+constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+template <typename A, typename B>
+constexpr auto round_up(A a, B b) {
+  return ceil_div(a, b) * b;
+}
+
 enum class DType : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
 enum class Layout : int { kContiguous, kChannelsLast };
 
@@ -26,6 +36,9 @@ struct Axis {
   int64_t padding = 0;
   int64_t output_padding = 0;
   int64_t dilation = 1;
+
+  // One element, that stays as it is.
+  bool is_trivial() const { return in == 1 && kernel == 1 && stride == 1 && padding == 0 && output_padding == 0; }
 
   int64_t out() const { return (in - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1; }
 

@@ -33,12 +33,10 @@ int bank_conflicts(int64_t element_size, RowPlace row_place, KPlace k_place) {
   return worst;
 }
 
-inline int64_t rows_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The pitch from `least` elements on, in units of 16 bytes, with the fewest conflicts(pitch).
 template <typename Conflicts>
 int64_t best_pitch(int64_t element_size, int64_t least, Conflicts conflicts) {
-  const int64_t unit = 16 / element_size, first = rows_divide_up(least, unit) * unit;
+  const int64_t unit = 16 / element_size, first = ceil_div(least, unit) * unit;
   int64_t best = first;
   int fewest = 33;
   for (int64_t pitch = first; pitch < first + 8 * unit && fewest > 1; pitch += unit) {
@@ -89,10 +87,10 @@ struct RowsInputGradientTile {
 inline void finish_rows_input_gradient_tile(const Problem& p, int64_t channels, RowsInputGradientTile& t) {
   const Axis& width = p.axis[2];
   const int64_t size = p.element_size();
-  t.chunks = rows_divide_up(t.out_channels, channels);
+  t.chunks = ceil_div(t.out_channels, channels);
   const int64_t unit = 16 / size;  // so that all channels that a lane reads have one skew
-  t.channels = rows_divide_up(rows_divide_up(t.out_channels, t.chunks), unit) * unit;
-  t.steps = rows_divide_up(t.channels * width.kernel, 8);
+  t.channels = ceil_div(ceil_div(t.out_channels, t.chunks), unit) * unit;
+  t.steps = ceil_div(t.channels * width.kernel, 8);
   t.pitch = best_pitch(size, t.columns, [&](int64_t pitch) {
     return bank_conflicts(
         size, [&](int row) { return row * width.stride; },
@@ -127,7 +125,7 @@ inline RowsInputGradientTile rows_input_gradient_tile(const Problem& p) {
   t.row_step = std::gcd(height.stride, height.dilation);
   t.candidates = ((t.rows - 1) * height.stride + (height.kernel - 1) * height.dilation) / t.row_step + 1;
   t.max_rows = std::min(t.candidates, t.rows * height.kernel);
-  for (int64_t channels = 8 * rows_divide_up(kSteps, width.kernel);; channels /= 2) {
+  for (int64_t channels = 8 * ceil_div(kSteps, width.kernel);; channels /= 2) {
     finish_rows_input_gradient_tile(p, std::min(channels, t.out_channels), t);
     if (t.stages >= 2 || channels == 1) return t;
   }
@@ -188,19 +186,19 @@ inline RowsWeightGradientTile rows_weight_gradient_tile(const Problem& p) {
   const Axis &height = p.axis[1], &width = p.axis[2];
   RowsWeightGradientTile t;
   t.classes = std::min(height.kernel, height.tap_step());
-  t.max_taps = rows_divide_up(height.kernel, height.tap_step());
+  t.max_taps = ceil_div(height.kernel, height.tap_step());
   const int64_t out = p.out_channels_per_group(), in = p.in_channels_per_group();
-  t.out_chunks = rows_divide_up(out, std::max<int64_t>(1, std::min(out, kMatrixRows / width.kernel)));
-  t.out_channels = rows_divide_up(out, t.out_chunks);
-  t.in_chunks = rows_divide_up(in, std::max<int64_t>(1, std::min(in, kMatrixColumns / t.max_taps)));
-  t.in_channels = rows_divide_up(in, t.in_chunks);
+  t.out_chunks = ceil_div(out, std::max<int64_t>(1, std::min(out, kMatrixRows / width.kernel)));
+  t.out_channels = ceil_div(out, t.out_chunks);
+  t.in_chunks = ceil_div(in, std::max<int64_t>(1, std::min(in, kMatrixColumns / t.max_taps)));
+  t.in_channels = ceil_div(in, t.in_chunks);
   for (int64_t groups = 2; groups <= 4; groups *= 2) {
     if (p.groups % groups == 0 && groups * std::max(out, in) <= kChannels && t.out_chunks * t.in_chunks == 1) {
       t.groups = groups;
     }
   }
-  t.matrix_rows = rows_divide_up(t.out_channels * width.kernel, 16);
-  t.matrix_columns = rows_divide_up(t.in_channels * t.max_taps, 8);
+  t.matrix_rows = ceil_div(t.out_channels * width.kernel, 16);
+  t.matrix_columns = ceil_div(t.in_channels * t.max_taps, 8);
   t.reach = (t.max_taps - 1) * (height.dilation / std::gcd(height.stride, height.dilation)) + 1;
   for (int64_t positions = width.in > 64 ? 128 : width.in > 32 ? 64 : 32;; positions /= 2) {
     finish_rows_weight_gradient_tile(p, positions, t);
@@ -234,8 +232,8 @@ inline std::string rows_gradient_refusal(const Problem& p) {
 
 // Tiles of the input gradient.
 inline double rows_input_gradient_tiles(const Problem& p, const RowsInputGradientTile& t) {
-  return double(p.batch) * double(p.groups / t.merged) * double(rows_divide_up(t.in_channels, 8)) *
-         double(rows_divide_up(p.axis[1].in, t.rows)) * double(rows_divide_up(p.axis[2].in, t.positions));
+  return double(p.batch) * double(p.groups / t.merged) * double(ceil_div(t.in_channels, 8)) *
+         double(ceil_div(p.axis[1].in, t.rows)) * double(ceil_div(p.axis[2].in, t.positions));
 }
 
 inline std::string rows_input_gradient_refusal(const Problem& p) {
@@ -251,7 +249,7 @@ inline std::string rows_input_gradient_refusal(const Problem& p) {
 inline std::string rows_weight_gradient_refusal(const Problem& p) {
   const std::string refusal = rows_gradient_refusal(p);
   if (!refusal.empty()) return refusal;
-  if (rows_divide_up(p.axis[1].kernel, p.axis[1].tap_step()) > 24) return "more than 24 taps a phase of the height";
+  if (ceil_div(p.axis[1].kernel, p.axis[1].tap_step()) > 24) return "more than 24 taps a phase of the height";
   if (rows_weight_gradient_tile(p).shared_bytes > kRowsSharedBytes) return "rows that do not fit shared memory";
   if (double(p.weight_elements()) >= double(1 << 28)) return "a weight of 2^28 or more elements";
   if (double(p.batch) * double(p.axis[1].out()) * double(p.axis[2].in) >= double(int64_t{1} << 36)) {
@@ -308,7 +306,7 @@ inline double rows_weight_gradient_cost_ms(const Problem& p) {
   const double steps = double(t.positions * t.groups) / (8 * kRowsWarps);
   const double staged = double(t.groups) * double(t.out_channels * t.columns + t.in_channels * t.positions);
   const double blocks = double(p.groups / t.groups * t.out_chunks * t.in_chunks);
-  const double segments = double(rows_divide_up(p.axis[2].in, t.positions));
+  const double segments = double(ceil_div(p.axis[2].in, t.positions));
   const double compute = rows_instructions_ms(double(p.batch) * segments * rows * blocks * kRowsWarps,
                                               450 + rows_staging_instructions(p, staged) + steps * step);
   return 0.016 + std::max(compute, rows_gradient_bytes_ms(p));

@@ -54,7 +54,6 @@ struct RowsMmaTile {
 };
 
 inline RowsMmaTile rows_mma_tile(const Problem& problem, int64_t merged) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   const int64_t words = problem.element_size() == 4 ? kRowsMmaStep : kRowsMmaStep / 2;  // of a base and step
   RowsMmaTile t{};

@@ -16,7 +16,6 @@ namespace fastconvt {
 
 // Warps that multiply, at most: as many as registers are there for; float32 as three products takes more of them.
 constexpr int rows_persistent_makers(bool split) { return split ? 8 : 9; }
-inline constexpr int kRowsPersistentStorers = 2;  // warps that store: one for each of a team's stages
 inline constexpr int kRowsPersistentFeeders = 2;  // warps that load
 inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
 inline constexpr int64_t kRowsPersistentShared = 227 * 1024;
@@ -30,6 +29,7 @@ inline constexpr int kRowsPersistentItems = 256;
 inline constexpr int kRowsPersistentBuffers = 4;  // chunks that are staged at a time, at most
 // Output rows that a team stages: one is stored while the next is made.
 inline constexpr int kRowsPersistentStages = 2;
+inline constexpr int kRowsPersistentStorers = kRowsPersistentStages;  // warps that store: a stage has one
 
 struct RowsPersistentTile {
   int merged;          // groups that are made as one, whose weights between different groups are zero
@@ -102,7 +102,6 @@ inline bool rows_persistent_fits(const Problem& problem, int64_t row_bytes, int 
 }
 
 inline RowsPersistentTile rows_persistent_tile(const Problem& problem, int64_t merged) {
-  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   const int64_t size = problem.element_size(), line = 128 / size, sector = kRowsPersistentSector / size;
   const int64_t strip = 8 * kRowsPersistentTiles, terms = rows_persistent_splits(problem) ? 2 : 1;

@@ -64,8 +64,6 @@ A* aligned(A* buffer) {
   return reinterpret_cast<A*>((reinterpret_cast<uintptr_t>(buffer) + bytes - 1) / bytes * bytes);
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The taps of one axis by column of outputs.
 struct AxisLists {
   std::vector<Tap> taps;

@@ -33,9 +33,6 @@ constexpr int64_t kPlaneBytes = 64 << 10;            // the planes are written a
 constexpr int64_t kStreamBytes = int64_t(24) << 20;  // an output of this size leaves the caches anyway
 constexpr int64_t kHugePageBytes = int64_t(4) << 20;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // A fresh output costs a fault a page, most of the time of a memory-bound call: let the pages be large.

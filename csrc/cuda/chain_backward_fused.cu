@@ -249,9 +249,9 @@ cudaError_t launch(const FusedParams& p, int blocks, int64_t outputs, const Fuse
   if (error != cudaSuccess) return error;
   const auto finish = fused_finish_kernel<T>;
   const dim3 threads(kLanes, kReduceSlots);
-  const int reductions = static_cast<int>(divide_up(outputs, kLanes));
+  const int reductions = static_cast<int>(ceil_div(outputs, kLanes));
   const int64_t seams = p.grad_input != nullptr ? count_seam_elements(p) : 0;
-  const int64_t grid = reductions + divide_up(seams, kLanes * kReduceSlots);
+  const int64_t grid = reductions + ceil_div(seams, kLanes * kReduceSlots);
   finish<<<grid, threads, 0, stream>>>(p, to, blocks, kOctets, reductions, seams);
   return cudaGetLastError();
 }

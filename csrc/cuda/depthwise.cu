@@ -16,9 +16,6 @@ namespace {
 constexpr int64_t kMaxThreads = int64_t{1} << 30;  // of one channel tile, in one launch
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 // What a thread owns along the last axis: see the struct of that name.
 enum class Form { kWords, kPairs, kCarry, kChannels };
 
@@ -41,9 +38,7 @@ struct Choice {
 };
 
 // Whether threads march along tiles of the last axis.
-bool is_flat(const Problem& problem) {
-  return problem.layout == Layout::kContiguous && is_trivial_axis(problem.axis[1]);
-}
+bool is_flat(const Problem& problem) { return problem.layout == Layout::kContiguous && problem.axis[1].is_trivial(); }
 
 // Whether there is one base along the last axis.
 bool is_line(const Problem& problem) {

@@ -106,20 +106,43 @@ struct WordColumns : RowColumns<T_, kWindow_, kTaps_, 4 / sizeof(T_), kCount_> {
   }
 };
 
+// Vectors of 16 bytes, each of which reads a run of kSide inputs.
+template <typename T_, int kWindow_, int kTaps_, int kCount_, int kSide_>
+struct RunColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_> {
+  using T = T_;
+  using Base = RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_>;
+  using Base::kCount, Base::p;
+  static constexpr int kSide = kSide_, kRaw = kCount * kSide;
+
+  int source;  // the first input column
+
+  using Base::Base;
+
+  __device__ void move_inputs(int columns) { source += columns; }
+
+  __device__ void load(const T* row, bool exists, T (&raw)[kRaw]) const {
+    const unsigned limit = exists ? static_cast<unsigned>(p.axis[2].in) : 0;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int at = source + k * p.column_in;
+      load_run<0, kSide>(row + at, at, limit, raw + k * kSide);
+    }
+  }
+};
+
 // Stride 2, dilation 1, kernel 2 * kTaps or one less, rows of whole vectors of 16 bytes, whose first columns are in
 // phase kFirst. The columns of a vector share inputs, and all threads weights.
 template <typename T_, int kWindow_, int kTaps_, int kCount_, int kFirst>
-struct PairColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_> {
+struct PairColumns : RunColumns<T_, kWindow_, kTaps_, kCount_, (kFirst + 16 / sizeof(T_) - 1) / 2 + kTaps_> {
   using T = T_;
-  using Base = RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_>;
+  using Base = RunColumns<T_, kWindow_, kTaps_, kCount_, (kFirst + 16 / sizeof(T_) - 1) / 2 + kTaps_>;
   using Base::first, Base::kCount, Base::kOutputs, Base::kPhase, Base::kTaps, Base::kVector, Base::p;
-  static constexpr int kSide = (kFirst + kVector - 1) / 2 + kTaps;  // inputs of a vector
-  static constexpr int kInputs = kCount * kSide, kRaw = kInputs;
+  using Base::kRaw, Base::kSide, Base::source;
+  static constexpr int kInputs = kRaw;
   static constexpr int kWeights = 2 * kPhase;
   static constexpr int kWarps = resident_warps(sizeof(T), Base::kWindow* kInputs + kRaw + kOutputs + kWeights, 42);
 
   const float* table;
-  int source;     // the first input column
   bool complete;  // the last phase has all taps
 
   __device__ PairColumns(const DepthwiseParams& params, const float* weights, int column, const T* row)
@@ -135,17 +158,6 @@ struct PairColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_> 
   __device__ bool has_tap(int e, int i) const { return (kFirst + e) % 2 == 0 || i < kTaps - 1 || complete; }
   __device__ static int phase_at(const DepthwiseParams&, int slot) { return slot; }
   __device__ int place_size() const { return kWeights; }
-  __device__ void move_inputs(int columns) { source += columns; }
-
-  __device__ void load(const T* row, bool exists, T (&raw)[kRaw]) const {
-    const unsigned limit = exists ? static_cast<unsigned>(p.axis[2].in) : 0;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const int at = source + k * p.column_in;
-      load_run<0, kSide>(row + at, at, limit, raw + k * kSide);
-    }
-  }
-
   __device__ void convert(const T (&raw)[kRaw], float (&x)[kInputs]) const {
 #pragma unroll
     for (int i = 0; i < kInputs; ++i) x[i] = to_accumulator(raw[i]);
@@ -158,19 +170,18 @@ struct PairColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_> 
 // bytes. Their first columns are in any phase: columns that are so far from it that their base is the next one, the
 // carried, take inputs one further. Columns that differ by the stride, a class, share inputs and weights.
 template <typename T_, int kWindow_, int kTaps_, int kCount_, int kStride>
-struct CarryColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_> {
+struct CarryColumns : RunColumns<T_, kWindow_, kTaps_, kCount_, (16 / sizeof(T_) + kStride - 1) / kStride + kTaps_> {
   using T = T_;
-  using Base = RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_>;
+  using Base = RunColumns<T_, kWindow_, kTaps_, kCount_, (16 / sizeof(T_) + kStride - 1) / kStride + kTaps_>;
   using Base::kCount, Base::kOutputs, Base::kPhase, Base::kTaps, Base::kVector, Base::p;
+  using Base::kRaw, Base::kSide, Base::source;
   static_assert(kStride <= kVector);
   static constexpr int kBases = (kVector + kStride - 1) / kStride;  // of a class
-  static constexpr int kLine = kBases + kTaps - 1;                  // inputs of a class
-  static constexpr int kSide = kLine + 1;                           // inputs of a vector
-  static constexpr int kRaw = kCount * kSide, kInputs = kCount * kStride * kLine;
+  static constexpr int kLine = kSide - 1;                           // inputs of a class
+  static constexpr int kInputs = kCount * kStride * kLine;
   static constexpr int kWeights = kStride * kPhase;
   static constexpr int kWarps = resident_warps(sizeof(T), Base::kWindow* kInputs + kRaw + kOutputs + kWeights, 42);
 
-  int source;
   int first_phase;              // of the first column
   const float* table[kStride];  // of each class
   bool complete[kStride];       // whether its last tap exists
@@ -195,17 +206,6 @@ struct CarryColumns : RowColumns<T_, kWindow_, kTaps_, 16 / sizeof(T_), kCount_>
   __device__ static constexpr int weight_of(int e, int j, int i) { return class_of(e) * kPhase + j * kTaps + i; }
   // Where a class is one column, the input of a tap that does not exist is zero.
   __device__ bool has_tap(int e, int i) const { return kBases == 1 || i < kTaps - 1 || complete[class_of(e)]; }
-  __device__ void move_inputs(int columns) { source += columns; }
-
-  __device__ void load(const T* row, bool exists, T (&raw)[kRaw]) const {
-    const unsigned limit = exists ? static_cast<unsigned>(p.axis[2].in) : 0;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const int at = source + k * p.column_in;
-      load_run<0, kSide>(row + at, at, limit, raw + k * kSide);
-    }
-  }
-
   __device__ void convert(const T (&raw)[kRaw], float (&x)[kInputs]) const {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {

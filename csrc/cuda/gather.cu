@@ -14,8 +14,6 @@ constexpr int kStaticShared = 256;      // of the kernel, at most
 constexpr int kMaxColumns = 1 << 15;
 constexpr int64_t kMaxIndex = int64_t{1} << 30;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // What a thread owns, as the traits of the kernel have it.
 struct Shape {
   int phases, channels, positions;

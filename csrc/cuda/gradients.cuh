@@ -8,8 +8,6 @@
 
 namespace fastconvt::cuda {
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Where the gradient of a window's outputs lies: phase by phase along each axis, so that threads on neighbouring cells
 // touch neighbouring elements. Places whose output does not exist are neither written nor read.
 struct PhaseView {

@@ -104,7 +104,7 @@ InputGradientParams make_input_gradient_params(const Problem& problem, const Win
   r.row_channels = static_cast<int>(problem.out_channels_per_group());
   finish_source(r, problem.dtype == DType::kFloat64 ? 8 : 4);
   r.columns = static_cast<int>(problem.in_channels_per_group());
-  r.blocks_per_group = static_cast<int>(divide_up(r.columns, columns));
+  r.blocks_per_group = static_cast<int>(ceil_div(r.columns, columns));
   r.blocks = static_cast<int>(r.blocks_per_group * problem.groups);
   r.weight_row_stride = positions;
   r.weight_column_stride = r.row_channels * positions;
@@ -125,10 +125,10 @@ InputGradientParams make_input_gradient_params(const Problem& problem, const Win
     p.inputs[a] = window.in_end[a] - window.in_begin[a];
     p.classes[a] = std::min(axis.kernel, axis.tap_step());
     p.phases *= p.classes[a];
-    p.threads *= a == 1 ? divide_up(p.inputs[a], kCells) : p.inputs[a];
+    p.threads *= a == 1 ? ceil_div(p.inputs[a], kCells) : p.inputs[a];
   }
   p.phases_per_table = static_cast<int>(std::min<int64_t>(p.phases, kMaxPhases));
-  p.items = divide_up(p.threads, kThreads) * r.blocks;
+  p.items = ceil_div(p.threads, kThreads) * r.blocks;
   return p;
 }
 

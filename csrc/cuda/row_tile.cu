@@ -15,9 +15,6 @@ constexpr int kOwnConstants = 256;        // and of these, if each channel has i
 constexpr int64_t kMaxGrid = 65535;       // of its second and third axis
 constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-int round_up(int a, int b) { return ceil_div(a, b) * b; }
-
 // Constant outputs, and how many of them may be stored with a data row.
 void set_constants(RowTileParams& p) {
   const int last_row = p.first_row + (p.rows - 1) * p.row_step;

@@ -13,8 +13,6 @@ namespace {
 constexpr int kSharedBytes = 76800;       // of a block: three fit an SM
 constexpr int64_t kBurstBytes = 8 << 20;  // far less than the L2 cache
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Taps of the height that a data row has, at most.
 int max_taps(const RowsParams& p) { return std::max(1, ceil_div(p.kernel_height, p.by_row_phase.divisor)); }
 

@@ -89,11 +89,10 @@ inline BiasGradientParams make_bias_params(const Problem& problem, const void* g
   p.batch = problem.batch;
   p.positions = problem.out_positions();
   p.channels = static_cast<int>(problem.out_channels);
-  const int64_t blocks = rows_divide_up(p.channels, problem.layout == Layout::kChannelsLast ? 32 : 1);
-  const int64_t slices = std::min(kMaxSlices, rows_divide_up(kBlocks, blocks));
+  const int64_t blocks = ceil_div(p.channels, problem.layout == Layout::kChannelsLast ? 32 : 1);
+  const int64_t slices = std::min(kMaxSlices, ceil_div(kBlocks, blocks));
   p.batch_slices = static_cast<int>(std::min(p.batch, slices));
-  p.position_slices =
-      static_cast<int>(std::min(rows_divide_up(slices, p.batch_slices), rows_divide_up(p.positions, 2048)));
+  p.position_slices = static_cast<int>(std::min(ceil_div(slices, p.batch_slices), ceil_div(p.positions, 2048)));
   return p;
 }
 
@@ -101,14 +100,14 @@ template <typename T>
 cudaError_t launch_bias(const Problem& problem, const BiasGradientParams& p, cudaStream_t stream) {
   const int64_t slices = int64_t{p.batch_slices} * p.position_slices;
   if (problem.layout == Layout::kChannelsLast) {
-    const int64_t blocks = slices * rows_divide_up(p.channels, 32);
+    const int64_t blocks = slices * ceil_div(p.channels, 32);
     bias_gradient_kernel<T, 32><<<static_cast<unsigned>(blocks), kBiasThreads, 0, stream>>>(p);
   } else {
     bias_gradient_kernel<T, 1><<<static_cast<unsigned>(slices * p.channels), kBiasThreads, 0, stream>>>(p);
   }
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  const int64_t blocks = rows_divide_up(p.channels, kBiasThreads);
+  const int64_t blocks = ceil_div(p.channels, kBiasThreads);
   bias_reduction_kernel<T><<<static_cast<unsigned>(blocks), kBiasThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

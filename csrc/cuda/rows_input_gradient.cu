@@ -21,10 +21,10 @@ RowsInputGradientParams make_params(const Problem& problem, const RowsInputGradi
   p.group_inputs = static_cast<int>(problem.in_channels_per_group());
   p.group_outputs = static_cast<int>(problem.out_channels_per_group());
   p.tiles = static_cast<int>(rows_input_gradient_tiles(problem, tile));
-  p.by_channel_block = fast_divide(static_cast<int>(rows_divide_up(p.in_channels, kInputGradientChannels)));
+  p.by_channel_block = fast_divide(static_cast<int>(ceil_div(p.in_channels, kInputGradientChannels)));
   p.by_group = fast_divide(static_cast<int>(problem.groups / tile.merged));
-  p.by_segment = fast_divide(static_cast<int>(rows_divide_up(p.width.in, tile.positions)));
-  p.by_row_tile = fast_divide(static_cast<int>(rows_divide_up(p.height.in, tile.rows)));
+  p.by_segment = fast_divide(static_cast<int>(ceil_div(p.width.in, tile.positions)));
+  p.by_row_tile = fast_divide(static_cast<int>(ceil_div(p.height.in, tile.rows)));
   p.warps_x = static_cast<int>(tile.warps_x);
   p.rows = static_cast<int>(tile.rows);
   p.channels = static_cast<int>(tile.channels);

@@ -78,7 +78,6 @@ cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
   int grid = std::max(1, multiprocessors);
   if (grid > p.sets && grid % p.sets * 8 <= grid) grid -= grid % p.sets;
   grid = std::min(grid, p.items);
-  const auto ceil_div = [](int a, int b) { return (a + b - 1) / b; };
   const int unit = grid % p.sets == 0 ? p.sets : 1;
   grid = ceil_div(ceil_div(p.items, ceil_div(p.items, grid)), unit) * unit;
   const int threads = 32 * (p.tile.team_warps * p.tile.teams + kRowsPersistentStorers + kRowsPersistentFeeders);

@@ -77,7 +77,6 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
   // storer's. A stage has one storer: of two, the faster could get to it two rounds ahead of the other, and barriers
   // tell two rounds apart, not three.
   __device__ void store_base(const Item& item, int base, int team, int slot, int own) const {
-    static_assert(kRowsPersistentStorers == kRowsPersistentStages);
     const auto is_own = [own](int slot) { return slot % kRowsPersistentStages == own; };
     if (is_own(slot)) {
       store_base_constants(item, base);

@@ -7,8 +7,6 @@
 
 namespace fastconvt::cuda {
 
-constexpr int round_up(int a, int b) { return (a + b - 1) / b * b; }
-
 template <int index, bool kWhole_>
 struct RowsTraits {
   // Taps and channels are staged at once, nothing is beyond the columns: the common case, in less code.

@@ -25,8 +25,8 @@ int64_t blocks_per_split(const Problem& problem, const RowsWeightGradientTile& t
 // Parts of the sum over batch and positions, each made by its own blocks.
 int64_t count_splits(const Problem& problem, const RowsWeightGradientTile& tile) {
   constexpr int64_t kMaxElements = int64_t{8} << 20;  // of all partial sums together
-  const int64_t rows = problem.batch * problem.axis[1].in * rows_divide_up(problem.axis[2].in, tile.positions);
-  const int64_t splits = std::min({resident_blocks() / blocks_per_split(problem, tile), rows_divide_up(rows, 4),
+  const int64_t rows = problem.batch * problem.axis[1].in * ceil_div(problem.axis[2].in, tile.positions);
+  const int64_t splits = std::min({resident_blocks() / blocks_per_split(problem, tile), ceil_div(rows, 4),
                                    kMaxElements / problem.weight_elements()});
   return std::max<int64_t>(1, splits);
 }
@@ -52,7 +52,7 @@ RowsWeightGradientParams make_params(const Problem& problem, const RowsWeightGra
   p.groups = static_cast<int>(tile.groups);
   p.in_channels = static_cast<int>(problem.in_channels_per_group());
   p.out_channels = static_cast<int>(problem.out_channels_per_group());
-  p.segments = static_cast<int>(rows_divide_up(p.width.in, tile.positions));
+  p.segments = static_cast<int>(ceil_div(p.width.in, tile.positions));
   p.positions = static_cast<int>(tile.positions);
   p.tile_out = static_cast<int>(tile.out_channels);
   p.tile_in = static_cast<int>(tile.in_channels);
@@ -95,7 +95,7 @@ cudaError_t launch(const RowsWeightGradientParams& p, const RowsWeightGradientTi
                             : tile.matrix_rows <= 2 ? with_columns(std::integral_constant<int, 2>{})
                                                     : with_columns(std::integral_constant<int, 5>{});
   if (error != cudaSuccess) return error;
-  const int64_t blocks = rows_divide_up(p.weight_elements, kReduceElements);
+  const int64_t blocks = ceil_div(p.weight_elements, kReduceElements);
   rows_weight_reduction_kernel<T><<<static_cast<unsigned>(blocks), kReduceElements * kReduceThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }

@@ -194,15 +194,15 @@ WeightGradientParams make_weight_gradient_params(const Problem& problem, const W
   p.input_step += step * p.input.batch;
   p.grad_step += step * p.view.cell.batch;
   p.splits = weight_gradient_slots(problem);
-  p.positions_per_split = divide_up(divide_up(p.positions, p.splits), kLanes) * kLanes;
+  p.positions_per_split = ceil_div(ceil_div(p.positions, p.splits), kLanes) * kLanes;
   p.weight_elements = problem.weight_elements();
   p.taps = static_cast<int>(problem.kernel_positions());
-  p.tap_groups = static_cast<int>(divide_up(p.taps, kWarps));
+  p.tap_groups = static_cast<int>(ceil_div(p.taps, kWarps));
   order_taps(p);
   p.rows = static_cast<int>(problem.in_channels_per_group());
   p.columns = static_cast<int>(problem.out_channels_per_group());
-  p.row_blocks = static_cast<int>(divide_up(p.rows, rows));
-  p.column_blocks = static_cast<int>(divide_up(p.columns, columns));
+  p.row_blocks = static_cast<int>(ceil_div(p.rows, rows));
+  p.column_blocks = static_cast<int>(ceil_div(p.columns, columns));
   for (int r = 0; r < rows; ++r) p.row_bytes[r] = std::min(r, p.rows - 1) * p.input.channel * int64_t{sizeof(T)};
   for (int c = 0; c < columns; ++c)
     p.column_bytes[c] = std::min(c, p.columns - 1) * p.view.cell.channel * int64_t{sizeof(S)};
@@ -232,9 +232,9 @@ int64_t weight_gradient_slots(const Problem& problem) {
   constexpr int64_t kBlocks = 4096;  // enough for every GPU; constant, so that the sums do not depend on the device
   constexpr int64_t kMaxElements = int64_t{8} << 20;  // of all slots together, if there are several
   const int64_t elements = problem.weight_elements();
-  const int64_t blocks = divide_up(problem.kernel_positions(), kWarps) *
-                         divide_up(elements, kMaxRows * kMaxColumns * problem.kernel_positions());
-  return std::max<int64_t>(1, std::min(divide_up(kBlocks, blocks), kMaxElements / elements));
+  const int64_t blocks = ceil_div(problem.kernel_positions(), kWarps) *
+                         ceil_div(elements, kMaxRows * kMaxColumns * problem.kernel_positions());
+  return std::max<int64_t>(1, std::min(ceil_div(kBlocks, blocks), kMaxElements / elements));
 }
 
 template <typename T, typename S>
@@ -249,7 +249,7 @@ cudaError_t launch_weight_gradient(const Problem& problem, const Window& window,
   };
   constexpr std::integral_constant<int, sizeof(T) < 8 ? kMaxColumns : kMaxColumns / 2> columns;
   const int64_t rows = problem.in_channels_per_group();
-  const bool by_three = divide_up(rows, 3) * 3 < divide_up(rows, 4) * 4;
+  const bool by_three = ceil_div(rows, 3) * 3 < ceil_div(rows, 4) * 4;
   return by_three ? launch(std::integral_constant<int, 3>{}, columns)
                   : launch(std::integral_constant<int, 4>{}, columns);
 }
@@ -259,7 +259,7 @@ cudaError_t launch_reduction(const accumulator_t<T>* partial, int64_t slots, int
                              cudaStream_t stream) {
   const auto kernel = reduction_kernel<T>;
   const dim3 threads(kLanes, kReduceSlots);
-  kernel<<<divide_up(count, kLanes), threads, 0, stream>>>(partial, slots, count, scale, output);
+  kernel<<<ceil_div(count, kLanes), threads, 0, stream>>>(partial, slots, count, scale, output);
   return cudaGetLastError();
 }
 
