@@ -277,8 +277,8 @@ class RowTileKernel {
     return sum != 0.0f;
   }
 
-  // A channel's outputs stand in shared memory as in memory, modulo a line of 128 bytes (modulo 16 bytes copies are
-  // slower), with the constants of its first and last lines around them.
+  // A channel's outputs stand in shared memory as in memory, modulo 16 bytes, with the constants of its first and last
+  // 128-byte lines around them.
   __device__ void store_outputs(bool suspect) {
     const RowTileBlock b = head.block;
     const RowTileQuad q = RowTileQuad::make(p, b);
@@ -294,7 +294,8 @@ class RowTileKernel {
     float* const buffers = tile() + 4 * warp * Traits::kOutputPitch;
     // Where output `begin` of channel c stands.
     const auto data = [&](int c) {
-      return buffers + c * Traits::kOutputPitch + ((offset + c * p.output_channel) & (kLine - 1));
+      const int behind = (offset + c * p.output_channel) & (kLine - 1), before = min(lines_before, behind);
+      return buffers + c * Traits::kOutputPitch + before + ((behind - before) & (kVector - 1));
     };
     bool exists[kStride];  // in column 0
 #pragma unroll
