@@ -105,6 +105,15 @@ def nvcc_version(home):
     return text.split("release ")[1].split(",")[0]
 
 
+def remove_older_objects(build_temp):
+    """Of CUDA files, those that are older than a header: they are compiled again."""
+    headers = [path for pattern in ("*.h", "*.cuh") for path in (ROOT / "csrc").rglob(pattern)]
+    newest = max(path.stat().st_mtime for path in headers)
+    for path in build_temp.rglob("cuda/*.o"):
+        if path.stat().st_mtime < newest:
+            path.unlink()
+
+
 def free_memory_gb():
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) / 2**20
@@ -124,6 +133,11 @@ def torch_build(torch, cpp_extension):
     built = "the CPU only"
 
     class Build(cpp_extension.BuildExtension):
+        def build_extensions(self):
+            if torch.version.cuda is None:  # then torch keeps no record of the headers that a .cu file includes
+                remove_older_objects(Path(self.build_temp))
+            super().build_extensions()
+
         def run(self):
             super().run()
             print(f"fastconvt was built for {built}.")
