@@ -98,11 +98,12 @@ Tensor aten_convolution(const Call& call, bool in_float32) {
   const auto as_computed = [&](const Tensor& t) { return in_float32 ? to_dtype(t, ScalarType::Float) : t; };
   std::optional<Tensor> bias;
   if (call.bias) bias = as_computed(*call.bias);
+  const bool deterministic =
+      !call.input.is_cpu() && torch::stable::detail::to<bool>(call_operator("fastconvt::_deterministic", "")[0]);
   return call_aten("aten::_convolution", "", as_computed(call.input), as_computed(call.weight), bias,
                    spatial_list(call, &Axis::stride), spatial_list(call, &Axis::padding),
                    spatial_list(call, &Axis::dilation), /*transposed=*/true, spatial_list(call, &Axis::output_padding),
-                   call.problem.groups, /*benchmark=*/true, /*deterministic=*/true, /*cudnn_enabled=*/true,
-                   call.problem.allow_tf32);
+                   call.problem.groups, /*benchmark=*/true, deterministic, /*cudnn_enabled=*/true, call.problem.allow_tf32);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -61,8 +62,8 @@ bool has_strides_of(const Tensor& t, Layout layout);
 
 // Calls an operator by name; lists are passed as std::vector<int64_t>. Its results come first in what is returned.
 template <class... Args>
-std::array<StableIValue, sizeof...(Args)> call_operator(const char* name, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+auto call_operator(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, std::max<size_t>(1, sizeof...(Args))> stack{torch::stable::detail::from(args)...};
   STD_TORCH_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) == 0, name,
                   " failed; PyTorch has printed the reason to stderr");
   return stack;

@@ -2,6 +2,12 @@
 // torch.nn.functional.conv_transpose{1,2,3}d; what is ours is keyword-only.
 #include <torch/csrc/stable/library.h>
 
+namespace {
+
+bool deterministic_by_default() { return false; }
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(fastconvt, m) {
   m.def(
       "conv_transpose1d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[1] stride=1, SymInt[1] padding=0, "
@@ -52,6 +58,10 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "Tensor subtrahend, SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt groups, "
       "SymInt[] dilation, int mask, float min, float max, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor)");
 
+  // Whether PyTorch asks for deterministic algorithms: what ATen is told where a forward is handed over to it. Python
+  // knows; a program without Python gets PyTorch's default, since explicit kernels come before implicit ones.
+  m.def("_deterministic() -> bool");
+
   // For each device's library: what the plan would choose and why, as JSON; and the candidate that every following call
   // must use ("" for the plan's own choice), which returns the one before.
   m.def(
@@ -62,4 +72,8 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32) -> str");
   m.def("_force_cpu(str candidate) -> str");
   m.def("_force_cuda(str candidate) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastconvt, CompositeImplicitAutograd, m) {
+  m.impl("_deterministic", TORCH_BOX(&deterministic_by_default));
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from fastconvt import _autograd, _gradients, _shapes, _vmap
+from fastconvt import _autograd, _gradients, _precision, _shapes, _vmap
 
 _LIBRARY = torch.library.Library("fastconvt", "IMPL")
 _CHAIN = "conv_transpose3d_logsumexp_hardswish"
@@ -179,4 +179,5 @@ for _name in (*_PLAIN, _CHAIN):
     for _device in ("cpu", "cuda"):
         _register_autocast(_name, _device)
 _register_aten_backward()
+_LIBRARY.impl("_deterministic", _precision.deterministic, "CompositeExplicitAutograd")
 _register_flop()

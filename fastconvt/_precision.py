@@ -1,4 +1,4 @@
-"""PyTorch's setting of TF32 for convolutions: reading it, and holding it while ATen computes a gradient."""
+"""PyTorch's settings for convolutions: reading them, and holding them while ATen computes a gradient."""
 
 import contextlib
 import threading
@@ -30,13 +30,17 @@ def _own_precision(holders: tuple) -> str:
     return "none" if inherited else setting
 
 
-def _make_deterministic() -> Callable[[], None]:
-    cudnn = torch.backends.cudnn
-    before = cudnn.enabled, cudnn.deterministic
-    cudnn.enabled = cudnn.deterministic = True
+def deterministic() -> bool:
+    """Whether PyTorch asks cuDNN for algorithms that give the same bits every run."""
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def _enable_cudnn() -> Callable[[], None]:
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = True
 
     def restore() -> None:
-        cudnn.enabled, cudnn.deterministic = before
+        torch.backends.cudnn.enabled = before
 
     return restore
 
@@ -85,19 +89,19 @@ class _Hold:
                 self._restore()
 
 
-_DETERMINISTIC, _WITHOUT_TF32, _WITHOUT_ONEDNN = map(_Hold, (_make_deterministic, _forbid_tf32, _disable_onednn))
+_WITH_CUDNN, _WITHOUT_TF32, _WITHOUT_ONEDNN = map(_Hold, (_enable_cudnn, _forbid_tf32, _disable_onednn))
 
 
 @contextlib.contextmanager
 def aten_convolutions(device: torch.device, allow_tf32: bool, onednn: bool = True) -> Iterator[None]:
-    """Make ATen's convolutions on a GPU run in cuDNN, deterministic, and without TF32 unless it is allowed.
+    """Make ATen's convolutions on a GPU run in cuDNN, and without TF32 unless it is allowed.
 
-    Whether cuDNN searches for its fastest algorithm stays the user's choice: ``torch.backends.cudnn.benchmark``. On the
-    CPU, make them run without oneDNN unless ``onednn`` is True. The settings are process-wide and are put back exactly.
+    Whether cuDNN searches for its fastest algorithm, and among deterministic ones only, stays the user's choice:
+    ``torch.backends.cudnn.benchmark``, ``torch.use_deterministic_algorithms``. On the CPU, make them run without oneDNN unless ``onednn`` is True. The settings are process-wide and are put back exactly.
     TF32 is only ever taken away from other threads, never given to them: where PyTorch's setting forbids it,
     ``allow_tf32`` has no effect here.
     """
-    holds = [_DETERMINISTIC, *([] if allow_tf32 else [_WITHOUT_TF32])] if device.type == "cuda" else []
+    holds = [_WITH_CUDNN, *([] if allow_tf32 else [_WITHOUT_TF32])] if device.type == "cuda" else []
     if device.type == "cpu" and not onednn:
         holds.append(_WITHOUT_ONEDNN)
     with contextlib.ExitStack() as stack:

@@ -118,6 +118,8 @@ def settings():
     torch.backends.fp32_precision = "none"
     torch.backends.cudnn.fp32_precision = "none"
     torch.backends.cudnn.allow_tf32 = True  # and with it the newer settings of conv and rnn
+    torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(False)
 
 
 def set_neither():
@@ -195,15 +197,15 @@ def everything():
 def test_aten_runs_without_tf32_and_settings_are_put_back(state):
     change, *allowed = STATES.get(state, (set_neither,))
     change(*allowed)
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, False
+    torch.backends.cudnn.deterministic = False
     before = everything()
     cudnn = torch.backends.cudnn
     device = torch.device("cuda")  # settings are process-wide: no GPU is needed to change them
     with _precision.aten_convolutions(device, allow_tf32=False):
-        assert cudnn.conv.fp32_precision != "tf32" and cudnn.enabled and cudnn.deterministic and not cudnn.benchmark
+        assert cudnn.conv.fp32_precision != "tf32" and cudnn.enabled and not cudnn.deterministic
         with _precision.aten_convolutions(device, allow_tf32=False):
             pass
-        assert cudnn.conv.fp32_precision != "tf32" and cudnn.deterministic
+        assert cudnn.conv.fp32_precision != "tf32"
     assert everything() == before
     with _precision.aten_convolutions(device, allow_tf32=True):
         assert cudnn.conv.fp32_precision == before[0][2]
@@ -214,6 +216,16 @@ def test_aten_runs_without_tf32_and_settings_are_put_back(state):
     elif state.startswith(("set_new", "set_both")):  # conv still does not
         cudnn.fp32_precision = "ieee" if allowed[0] else "tf32"
         assert (cudnn.conv.fp32_precision == "tf32") == allowed[0]
+
+
+def test_what_is_handed_over_follows_the_setting_of_determinism():
+    deterministic = torch.ops.fastconvt._deterministic
+    assert not deterministic()
+    torch.backends.cudnn.deterministic = True
+    assert deterministic()
+    torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(True)
+    assert deterministic()
 
 
 def test_an_own_setting_that_equals_its_parents_stays_its_own():

@@ -56,10 +56,11 @@ DeviceInfo device_info(int index) {
   return *known[index];
 }
 
-// The current device and stream of a call: those of its input, until the end of the scope.
+// The current device and stream of a call: those of its input, until the end of the scope. An input that is on no GPU
+// is refused by the check of the arguments.
 class Scope {
  public:
-  explicit Scope(const Tensor& input) : guard_(input.get_device_index()), index_(input.get_device_index()) {
+  explicit Scope(const Tensor& input) : index_(input.is_cuda() ? input.get_device_index() : 0), guard_(index_) {
     check(cudaSetDevice(index_), "cudaSetDevice");  // for this library's own copy of the runtime
     void* stream = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_, &stream));
@@ -69,8 +70,8 @@ class Scope {
   DeviceInfo device() const { return device_info(index_); }
 
  private:
-  torch::stable::accelerator::DeviceGuard guard_;
   int index_;
+  torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
 
