@@ -97,9 +97,9 @@ def aten_convolutions(device: torch.device, allow_tf32: bool, onednn: bool = Tru
     """Make ATen's convolutions on a GPU run in cuDNN, and without TF32 unless it is allowed.
 
     Whether cuDNN searches for its fastest algorithm, and among deterministic ones only, stays the user's choice:
-    ``torch.backends.cudnn.benchmark``, ``torch.use_deterministic_algorithms``. On the CPU, make them run without oneDNN unless ``onednn`` is True. The settings are process-wide and are put back exactly.
-    TF32 is only ever taken away from other threads, never given to them: where PyTorch's setting forbids it,
-    ``allow_tf32`` has no effect here.
+    ``torch.backends.cudnn.benchmark``, ``torch.use_deterministic_algorithms``. On the CPU, make them run without oneDNN
+    unless ``onednn`` is True. The settings are process-wide and are put back exactly. TF32 is only ever taken away from
+    other threads, never given to them: where PyTorch's setting forbids it, ``allow_tf32`` has no effect here.
     """
     holds = [_WITH_CUDNN, *([] if allow_tf32 else [_WITHOUT_TF32])] if device.type == "cuda" else []
     if device.type == "cpu" and not onednn:
