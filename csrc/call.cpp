@@ -103,7 +103,8 @@ Tensor aten_convolution(const Call& call, bool in_float32) {
   return call_aten("aten::_convolution", "", as_computed(call.input), as_computed(call.weight), bias,
                    spatial_list(call, &Axis::stride), spatial_list(call, &Axis::padding),
                    spatial_list(call, &Axis::dilation), /*transposed=*/true, spatial_list(call, &Axis::output_padding),
-                   call.problem.groups, /*benchmark=*/true, deterministic, /*cudnn_enabled=*/true, call.problem.allow_tf32);
+                   call.problem.groups, /*benchmark=*/true, deterministic, /*cudnn_enabled=*/true,
+                   call.problem.allow_tf32);
 }
 
 }  // namespace
