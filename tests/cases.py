@@ -172,27 +172,37 @@ def draw_case(integer, max_elements=20_000):
 
 
 def draw_relative(integer, max_elements=100_000):
-    """A relative of one of the two reference layers, a depthwise layer or a head: few channels of one kind or both,
-    small kernels, and long rows at times."""
+    """A layer of one of the families that the plan knows by name: depthwise, heads of few output channels, few channels
+    a group, taps that do not overlap, dense, many taps for few outputs, or a relative of one of the two reference
+    layers. Small kernels, and long rows at times."""
     ndim = integer(1, 3)
-    kind = integer(0, 3)
-    if kind == 0:  # depthwise
-        few, many, groups = (1,), (1, 1, 1, 2, 3), integer(1, 12)
-    elif kind == 1:  # a head
-        few, many, groups = range(8, 40), (1, 2, 3, 4, 9), integer(1, 2)
-    else:
-        few = ((1, 2, 3, 4), (4, 8, 16), (8,))[integer(0, 2)] if ndim < 3 else (1, 2, 3, 3, 4, 5)
-        many = ((16,), (4, 8, 16, 32), range(1, 34))[integer(0, 2)]
-        groups = integer(1, 5) if ndim < 3 else 1
-    channels_in, channels_out = (of[integer(0, len(of) - 1)] for of in (few, many))
+    kind = ("depthwise", "head", "few", "shuffle", "dense", "taps", "relative", "relative")[integer(0, 7)]
+    few, many, groups = {
+        "depthwise": ((1,), (1, 1, 1, 2, 3), range(1, 13)),
+        "head": (range(8, 40), (1, 2, 3, 4, 9), (1, 2)),
+        "few": (range(1, 17), range(1, 17), range(1, 5)),
+        "shuffle": (range(8, 70), range(1, 40), (1, 1, 2)),
+        "dense": (range(8, 50), range(8, 50), (1, 1, 2, 3)),
+        "taps": (range(8, 50), (1, 1, 2, 3, 4), (1,)),
+        "relative": (
+            ((1, 2, 3, 4), (4, 8, 16), (8,))[integer(0, 2)] if ndim < 3 else (1, 2, 3, 3, 4, 5),
+            ((16,), (4, 8, 16, 32), range(1, 34))[integer(0, 2)],
+            range(1, 6) if ndim < 3 else (1,),
+        ),
+    }[kind]
+    channels_in, channels_out, groups = (of[integer(0, len(of) - 1)] for of in (few, many, groups))
     axes = []
     for axis in range(ndim):
         longest = 20 if ndim == 3 or axis < ndim - 1 else (70, 70, 600)[integer(0, 2)]
         kernel, stride, dilation = integer(1, 5), integer(1, 3), integer(1, 3) if integer(0, 1) else 1
-        if kind < 2 and integer(0, 1):
-            stride = integer(2, 8 // ndim)
-            kernel, dilation = stride * integer(1, 2), 1
-        axes.append(_finish_axis(integer, integer(1, longest), kernel, stride, dilation))
+        if kind == "taps":
+            kernel, dilation = integer(4, 16 if ndim > 1 else 300), 1
+            stride = max(1, kernel // integer(1, 4))
+        elif kind == "shuffle" or (kind != "relative" and integer(0, 1)):
+            stride = integer(1, 8 // ndim)
+            kernel, dilation = stride * (1 if kind == "shuffle" else integer(1, 2)), 1
+        drawn = _finish_axis(integer, integer(1, longest), kernel, stride, dilation)
+        axes.append((drawn[0], kernel, stride, 0, 0, 1) if kind == "shuffle" and integer(0, 3) else drawn)
     batch, channels = (integer(1, 3),), groups * channels_in
     case = _case_of("relative", batch, channels, channels_out, groups, axes, bias=integer(0, 1) > 0)
     return case if _work(case) <= 50 * max_elements else draw_relative(integer, max_elements)
