@@ -109,21 +109,6 @@ std::string fused_refusal(const Problem& p, const DeviceInfo& device) {
 // The least time on an H200: bytes at 4.3 TB/s, or operations at the float32 rate.
 double cuda_floor(const Problem& p) { return std::max(ms(2 * p.macs(), 55e12), ms(p.bytes(), 4.3e12)); }
 
-// Where our general kernel beat cuDNN in the same precision, over 78 layers: few channels a group starve a matrix unit
-// at any precision; in float32, layers whose inner product (channels by the taps of a phase) is short, too.
-bool gather_wins(const Problem& p) {
-  const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
-  double length = double(in);
-  bool strided = false;
-  for (const Axis& a : p.axis) {
-    length *= double(a.kernel) / double(a.stride);
-    strided = strided || a.stride > 1;
-  }
-  const bool few = in <= 16 && out >= 8 && (strided || p.element_size() == 4);
-  if ((p.groups > 1 && out <= 16) || few) return true;
-  return p.dtype == DType::kFloat32 && out >= 16 && strided && length <= (p.allow_tf32 ? 128 : 450);
-}
-
 // The general kernels. A gather tile has eight output channels, idle or not. The chain's gradients take some 30 times
 // its forward's least time.
 double own_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
@@ -154,26 +139,43 @@ double family_cost(Operation, const Problem& p, const DeviceInfo&) {
   return kCost(p);
 }
 
-// cuDNN. The unfused chain passes over the convolution's output some ten times. A gradient of a plain layer takes 4 to
-// 12 times the least time at its own precision, the more the fewer the channels of a group.
+// cuDNN's forward in milliseconds, fitted to 46 layers on an H200: mostly within a factor of 1.5. Its products run in
+// tiles of channels, idle or not.
+struct CudnnRate {
+  double start, products, inputs, outputs;  // the last three times what the GPU could do
+};
+
+double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate contiguous, CudnnRate channels_last) {
+  const CudnnRate& rate = p.layout == Layout::kChannelsLast ? channels_last : contiguous;
+  const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
+  if (p.groups > 1) tile = 32;
+  const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
+  const bool dilated = p.axis[0].dilation > 1 || p.axis[1].dilation > 1 || p.axis[2].dilation > 1;
+  const double bytes = double(p.element_size() * p.groups * p.batch);
+  const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
+  const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
+  return rate.start + rate.products * (dilated ? 1.5 : 1) * ms(2 * p.macs() / filled, operations) +
+         rate.inputs * inputs + rate.outputs * outputs;
+}
+
+double cudnn_cost(const Problem& p) {
+  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.023, 1.1, 8.6, 7.1}, {0.007, 1.1, 7.2, 1.4});
+  const double exact = cudnn_cost(p, 55e12, 16, {0.026, 1.5, 4, 5.5}, {0.035, 1.6, 2, 8.5});
+  if (!p.allow_tf32) return exact;
+  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.023, 1.8, 4.1, 4.7}, {0.007, 1.8, 1.6, 2.3}));
+}
+
+// PyTorch's own. The unfused chain passes over the convolution's output some ten times. A gradient of a plain layer
+// takes 4 to 12 times the least time at its own precision, the more the fewer the channels of a group.
 double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
   if (operation == Operation::kInputGradient || operation == Operation::kWeightGradient) {
     const double rate = p.element_size() == 2 ? 780e12 : p.allow_tf32 ? 407e12 : 55e12;
     const bool few = p.groups > 1 && p.out_channels_per_group() <= 16;
     return 0.005 + (few ? 5 : 4) * std::max(ms(2 * p.macs(), rate), ms(p.bytes(), 4.3e12));
   }
-  const double passes = operation == Operation::kConvTranspose    ? 0
-                        : operation == Operation::kChainGradients ? ms(40 * p.bytes(), 4.3e12)
-                                                                  : ms(10 * p.bytes(), 4.3e12);
-  // Few outputs starve a matrix unit, and take 0.03 ms however small the layer. In strict float32, cuDNN's
-  // deterministic algorithm took 160 to 210 times the least time on three such layers.
-  const int64_t out = p.out_channels_per_group(), positions = p.kernel_positions();
-  const bool head = out * positions <= 80 || (out <= 4 && positions <= 64);
-  if (operation == Operation::kConvTranspose && head) {
-    const bool strict = p.dtype == DType::kFloat32 && !p.allow_tf32;
-    return 0.03 + (strict ? 100 : gather_wins(p) ? 6 : 3.5) * cuda_floor(p);
-  }
-  return 0.005 + (gather_wins(p) ? 6 : 2) * cuda_floor(p) + passes;
+  if (operation == Operation::kChainGradients) return cudnn_cost(p) + ms(40 * p.bytes(), 4.3e12);
+  if (operation == Operation::kLogSumExpHardswish) return cudnn_cost(p) + ms(10 * p.bytes(), 4.3e12);
+  return cudnn_cost(p);
 }
 
 std::string never(const Problem&, const DeviceInfo&) { return ""; }

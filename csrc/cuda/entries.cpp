@@ -157,6 +157,27 @@ class Gradient {
   Tensor dense_, result_;
 };
 
+// The kernels of a candidate for a gradient of the input and of the weight.
+struct GradientKernels {
+  CandidateId id;
+  decltype(&launch_rows_input_gradient) input;
+  decltype(&launch_rows_weight_gradient) weight;
+  int64_t (*weight_workspace)(const Problem&);
+};
+constexpr GradientKernels kGradients[] = {
+    {CandidateId::kRows, launch_rows_input_gradient, launch_rows_weight_gradient, rows_weight_gradient_workspace},
+};
+
+// Those of the plan's choice; null: ATen's.
+const GradientKernels* plan_gradient(Operation operation, const Problem& problem, const DeviceInfo& device) {
+  if (problem.in_elements() == 0) return nullptr;
+  const CandidateId id = plan_operation(operation, problem, device).chosen().id;
+  for (const GradientKernels& kernels : kGradients) {
+    if (kernels.id == id) return &kernels;
+  }
+  return nullptr;
+}
+
 constexpr int64_t kInputBit = 1, kWeightBit = 2, kBiasBit = 4;
 
 template <int kSpatial>
@@ -169,12 +190,12 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   const Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding,
                               output_padding, groups, dilation, allow_tf32);
   const Problem& problem = call.problem;
-  const auto ours = [&](Operation operation) {
-    return problem.in_elements() > 0 &&
-           plan_operation(operation, problem, scope.device()).chosen().id != CandidateId::kAten;
+  const auto ours = [&](bool asked, Operation operation) {
+    return asked ? plan_gradient(operation, problem, scope.device()) : nullptr;
   };
-  const bool by_input = mask[0] && ours(Operation::kInputGradient);
-  const bool by_weight = mask[1] && ours(Operation::kWeightGradient), by_bias = by_weight && mask[2];
+  const GradientKernels* const by_input = ours(mask[0], Operation::kInputGradient);
+  const GradientKernels* const by_weight = ours(mask[1], Operation::kWeightGradient);
+  const bool by_bias = by_weight && mask[2];
   Gradient grad_input = by_input ? Gradient::of_input(call) : Gradient::none(input);
   Gradient grad_weight = by_weight ? Gradient::of_weight(weight) : Gradient::none(input);
   std::tuple<Tensor, Tensor, Tensor> gradients{empty(input, 0), empty(input, 0),
@@ -183,15 +204,15 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
     const Tensor grad =
         to_layout(call.batched ? grad_output : torch::stable::unsqueeze(grad_output, 0), problem.layout);
     if (by_input) {
-      check(launch_rows_input_gradient(problem, grad.const_data_ptr(), call.weight.const_data_ptr(), grad_input.data(),
-                                       scope.stream()),
+      check(by_input->input(problem, grad.const_data_ptr(), call.weight.const_data_ptr(), grad_input.data(),
+                            scope.stream()),
             name.c_str());
     }
     if (by_weight) {
-      const Tensor sums = workspace(input, rows_weight_gradient_workspace(problem));
-      check(launch_rows_weight_gradient(problem, grad.const_data_ptr(), call.input.const_data_ptr(), grad_weight.data(),
-                                        by_bias ? std::get<2>(gradients).mutable_data_ptr() : nullptr,
-                                        sums.mutable_data_ptr(), scope.stream()),
+      const Tensor sums = workspace(input, by_weight->weight_workspace(problem));
+      check(by_weight->weight(problem, grad.const_data_ptr(), call.input.const_data_ptr(), grad_weight.data(),
+                              by_bias ? std::get<2>(gradients).mutable_data_ptr() : nullptr, sums.mutable_data_ptr(),
+                              scope.stream()),
             name.c_str());
     }
   }
