@@ -117,6 +117,7 @@ CASES = [
     Case("dilation_is_stride", (1, 3, 4, 4), (3, 3, 3, 2), 3, 2, 0, 1, 3),
     Case("dilation_s6_d4", (1, 2, 5), (2, 3, 5), 6, 3, 5, 1, 4),
     Case("dilation_3d", (1, 2, 3, 4, 3), (2, 2, 3, 2, 3), 2, (2, 1, 0), 1, 1, 2),
+    Case("dilation_of_the_stride", (2, 16, 5, 9), (16, 32, 3, 3), 2, 1, 0, 1, 2),
     Case("dilation_depthwise", (1, 5, 6, 4), (5, 1, 3, 3), 2, 2, 1, 5, (3, 2)),
     # Output padding and padding at their limits.
     Case("output_padding_beyond_stride", (1, 2, 3, 4), (2, 3, 2, 2), 1, 0, (2, 3), 1, 4),

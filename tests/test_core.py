@@ -205,22 +205,23 @@ def plan_on_gpu(core, operation, problem, capability=90, refusal="", forced=""):
     return json.loads(core.plan_on_gpu(getattr(core.Operation, operation), problem, capability, refusal, forced))
 
 
-# An operation, a call, the candidates of our own that can make it, and those among
-# them that a GPU of compute capability 7.5 can run.
+# An operation, a call, candidates of our own that can make it, and those that can on a GPU of compute capability 7.5.
 OWN = [
-    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather", "rows_persistent"], ["gather"]),
+    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather", "rows_persistent", "phase_gemm"], ["gather"]),
     ("CONV_TRANSPOSE", ("reference_2d", "float32", False, True), ["rows", "gather"], ["gather"]),
-    (
-        "CONV_TRANSPOSE",
-        ("reference_2d", "float32", True),
-        ["row_tile", "gather", "rows_persistent"],
-        ["gather"],
-    ),
+    ("CONV_TRANSPOSE", ("reference_2d", "float32", True), ["row_tile", "rows_persistent"], ["gather"]),
     ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_persistent", "gather"], ["gather"]),
-    ("CONV_TRANSPOSE", ("audio_k6_s3_depthwise",), ["depthwise", "gather"], ["gather", "depthwise"]),
-    ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads", "gather"], ["gather"]),
-    ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad"], []),
-    ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad"], []),
+    ("CONV_TRANSPOSE", ("reference_2d", "bfloat16", False, True), ["rows_mma"], ["gather"]),
+    ("CONV_TRANSPOSE", ("audio_k6_s3_depthwise",), ["depthwise"], ["gather", "depthwise"]),
+    ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads"], ["gather"]),
+    ("CONV_TRANSPOSE", ("unet_k2_s2", "bfloat16"), ["pixel_shuffle", "direct"], ["gather", "direct"]),
+    ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),
+    ("CONV_TRANSPOSE", ("unequal_1d",), ["long_rows"], ["gather"]),
+    ("CONV_TRANSPOSE", ("dilation_of_the_stride", "float32", False, True), ["pixel_rows"], ["gather", "direct"]),
+    ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad", "heads_dgrad"], []),
+    ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad", "heads_wgrad"], []),
+    ("INPUT_GRADIENT", ("bilinear_head_k16_s8",), ["depthwise_dgrad"], ["depthwise_dgrad"]),
+    ("WEIGHT_GRADIENT", ("bilinear_head_k16_s8",), ["depthwise_wgrad"], ["depthwise_wgrad"]),
     ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),
     ("CHAIN_GRADIENTS", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),
 ]
@@ -230,10 +231,17 @@ OWN = [
 def test_every_own_candidate_can_make_its_reference_layer(core, operation, call, own, _):
     made = problem(core, *call)
     plan = plan_on_gpu(core, operation, made)
-    assert {row["name"] for row in plan["candidates"] if row["supported"]} == {*own, "aten"}
+    assert {row["name"] for row in plan["candidates"] if row["supported"]} >= {*own, "aten"}
     assert all(row["cost_ms"] > 0 for row in plan["candidates"] if row["supported"])
     for forced in (*own, "aten"):
         assert plan_on_gpu(core, operation, made, forced=forced)["choice"] == forced
+
+
+def test_every_candidate_of_a_gpu_has_a_layer_of_its_own(core):
+    calls = {operation: call for operation, call, _, _ in OWN}
+    plans = [plan_on_gpu(core, operation, problem(core, *call)) for operation, call in calls.items()]
+    names = {row["name"] for plan in plans for row in plan["candidates"]}
+    assert names == {"aten", *(name for _, _, own, _ in OWN for name in own)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -74,11 +74,13 @@ def test_graph_capture_as_the_first_call_of_a_process(case, chain):
     """Nothing synchronises, allocates lazily or loads a module lazily."""
     if chain and case.ndim != 3:
         pytest.skip("the chain is 3D")
+    folder, processes = Path(__file__).parent.parent, {}
     for name in own_candidates(case, op=CHAIN if chain else None):
-        code = CAPTURE.format(case=case.name, chain=chain, name=name)
-        command, folder = [sys.executable, "-c", code], Path(__file__).parent.parent
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        command = [sys.executable, "-c", CAPTURE.format(case=case.name, chain=chain, name=name)]
+        processes[name] = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    for name, process in processes.items():
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{name}: {errors[-3000:]}"
 
 
 @TWO_GPUS
@@ -216,7 +218,8 @@ MEMORY = [
 
 @pytest.mark.parametrize("case", MEMORY, ids=lambda case: "x".join(map(str, case.input)))
 def test_memory_beyond_the_output(case):
-    """Our own kernels need no columns and no copy of the input: at most the packed weight and a little."""
+    """Our own kernels need no columns and no copy of the input: at most the packed weight and a little. One packs a
+    contiguous input, too, with channels in whole vectors."""
     x, w, b = case.tensors(torch.bfloat16, CUDA)
     for name in own_candidates(case, torch.bfloat16):
         torch.cuda.synchronize()
@@ -225,7 +228,8 @@ def test_memory_beyond_the_output(case):
         with fastconvt.force(name):
             y = harness.forward(case, x, w, b)
         extra = torch.cuda.max_memory_allocated() - before - y.nbytes
-        assert extra <= 2 * w.nbytes + (1 << 20), f"{name}: {extra / 2**20:.1f} MiB"
+        packed = 2 * x.nbytes if name == "phase_gemm" else 0
+        assert extra <= 2 * w.nbytes + packed + (1 << 20), f"{name}: {extra / 2**20:.1f} MiB"
 
 
 def test_memory_of_the_chain_at_the_reference_size():

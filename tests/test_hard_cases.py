@@ -178,8 +178,8 @@ def test_halves_are_accumulated_in_float32(device):
     assert round(expected[4, 8, 2, 70].item(), 2) == -50783.57
     for name, y in on_every_candidate(device, x, w, None, 1, 12):
         assert y.shape == (9, 11, 7, 111) and y[4, 8, 2, 70] == -50784, name
-        # Half a unit of 32 and a bit; cuDNN's matrix units round their partial sums as well.
-        assert (y - expected).abs().max() < (33 if name == "aten" else 17), name
+        # Half a unit of 32 and a bit; matrix units round their partial sums as well.
+        assert (y - expected).abs().max() < (33 if name in ("aten", "phase_gemm") else 17), name
 
 
 def eager_and_compiled(name):

@@ -5,13 +5,14 @@
 // output; its rows are the pairs, its inner dimension the input channels, its columns positions. It knows nothing of
 // stride, padding and dilation. The products lie in shared memory, and every output folds its taps there. A block holds
 // a box of positions of all axes but one, along which it marches: what reaches outputs of a later step waits in shared
-// memory.
+// memory. Short windows have a way without a fold (heads_window.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
 
+#include "heads_window.h"
 #include "problem.h"
 
 namespace fastconvt {
@@ -219,15 +220,8 @@ inline std::string heads_refusal(const Problem& problem, HeadsTile& t) {
   return "";
 }
 
-inline std::string heads_refusal(const Problem& problem) {
-  HeadsTile tile{};
-  return heads_refusal(problem, tile);
-}
-
-// Milliseconds on an H200, of what is not refused: products by inner length and pairs, folding by pairs.
-inline double heads_cost_ms(const Problem& problem) {
-  if (problem.out_elements() == 0) return 0;
-  const HeadsTile t = heads_tile(problem);
+// Milliseconds on an H200: products by inner length and pairs, folding by pairs.
+inline double heads_cost_ms(const Problem& problem, const HeadsTile& t) {
   const bool halves = problem.element_size() == 2;
   const double product = halves ? 0.28 : problem.allow_tf32 ? 0.5 : 0.83;  // picoseconds
   const double pairs = double(t.channels * problem.kernel_positions());
@@ -235,5 +229,29 @@ inline double heads_cost_ms(const Problem& problem) {
   const double layout = problem.layout == Layout::kChannelsLast ? 1.12 : 1;
   return 0.028 + 1e-9 / 1.28 * layout * position * 32 * double(problem.axis[t.march].in) * heads_work(problem, t);
 }
+
+// Both ways of the family: "" if one can make the call, its time, and whether windows are the better way (then the tile
+// means nothing).
+struct HeadsChoice {
+  std::string refusal;
+  double cost_ms = 0;
+  bool windows = false;
+  HeadsTile tile{};
+};
+inline HeadsChoice heads_choose(const Problem& problem) {
+  HeadsChoice choice;
+  choice.refusal = heads_refusal(problem, choice.tile);
+  if (problem.out_elements() == 0) return choice;
+  if (choice.refusal.empty()) choice.cost_ms = heads_cost_ms(problem, choice.tile);
+  if (!heads_window_refusal(problem).empty()) return choice;
+  const double windows = heads_window_cost_ms(problem);
+  if (!choice.refusal.empty() || windows < choice.cost_ms) {
+    choice.refusal.clear(), choice.cost_ms = windows, choice.windows = true;
+  }
+  return choice;
+}
+
+inline std::string heads_refusal(const Problem& problem) { return heads_choose(problem).refusal; }
+inline double heads_cost_ms(const Problem& problem) { return heads_choose(problem).cost_ms; }
 
 }  // namespace fastconvt

@@ -8,7 +8,15 @@
 #include "chain_backward.h"
 #include "chain_mma.h"
 #include "depthwise.h"
+#include "depthwise_gradient.h"
+#include "direct.h"
 #include "heads.h"
+#include "heads_gradient.h"
+#include "long_rows.h"
+#include "overlap_add.h"
+#include "phase_gemm.h"
+#include "pixel_rows.h"
+#include "pixel_shuffle.h"
 #include "row_tile.h"
 #include "rows.h"
 #include "rows_gradient.h"
@@ -109,13 +117,16 @@ std::string fused_refusal(const Problem& p, const DeviceInfo& device) {
 // The least time on an H200: bytes at 4.3 TB/s, or operations at the float32 rate.
 double cuda_floor(const Problem& p) { return std::max(ms(2 * p.macs(), 55e12), ms(p.bytes(), 4.3e12)); }
 
-// The general kernels. A gather tile has eight output channels, idle or not. The chain's gradients take some 30 times
-// its forward's least time.
+// The general kernels. A gather tile has eight output channels, idle or not, and a block takes all input channels and
+// taps of the outer axes one after the other. The chain's gradients take some 30 times its forward's least time.
 double own_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
   if (operation == Operation::kChainGradients) return 0.005 + 30 * cuda_floor(p);
   if (operation != Operation::kConvTranspose) return 0.005 + 3.2 * cuda_floor(p);
   const double idle = 8.0 / double(std::min<int64_t>(8, p.out_channels_per_group()));
-  return 0.005 + 3.2 * std::max(idle * ms(2 * p.macs(), 55e12), ms(p.bytes(), 4.3e12));
+  double length = double(p.in_channels_per_group());
+  for (const Axis& a : p.axis) length *= double(ceil_div(a.kernel, a.tap_step()));
+  const double bytes = p.bytes() * (p.element_size() == 2 ? 2 : 1);  // 16 bits take as many instructions as float32
+  return 0.015 + std::max(3.2 * std::max(idle * ms(2 * p.macs(), 55e12), ms(bytes, 4.3e12)), 5e-5 * length);
 }
 
 // The refusal of a family that also needs a GPU of this compute capability, 90 for 9.0, and one below kEnd, from where
@@ -127,6 +138,7 @@ std::string family_refusal(const Problem& p, const DeviceInfo& device) {
     return "a GPU of compute capability " + std::to_string(device.capability / 10) + "." +
            std::to_string(device.capability % 10);
   }
+  if (p.batch == 0) return "an empty batch";
   return kRefusal(p);
 }
 
@@ -146,16 +158,19 @@ struct CudnnRate {
 };
 
 double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate contiguous, CudnnRate channels_last) {
-  const CudnnRate& rate = p.layout == Layout::kChannelsLast ? channels_last : contiguous;
   const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
+  const bool dilated = p.axis[0].dilation > 1 || p.axis[1].dilation > 1 || p.axis[2].dilation > 1;
+  // Its kernels for channels_last know neither dilation nor channels that are no whole vectors.
+  const bool direct = p.layout == Layout::kChannelsLast && !dilated && (in * p.element_size()) % 16 == 0 &&
+                      (out * p.element_size()) % 16 == 0;
+  const CudnnRate& rate = direct ? channels_last : contiguous;
   if (p.groups > 1) tile = 32;
   const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
-  const bool dilated = p.axis[0].dilation > 1 || p.axis[1].dilation > 1 || p.axis[2].dilation > 1;
   const double bytes = double(p.element_size() * p.groups * p.batch);
   const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
   const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
-  return rate.start + rate.products * (dilated ? 1.5 : 1) * ms(2 * p.macs() / filled, operations) +
-         rate.inputs * inputs + rate.outputs * outputs;
+  const double products = rate.products * (p.groups > 1 ? 1.7 : 1) * ms(2 * p.macs() / filled, operations);
+  return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
 }
 
 double cudnn_cost(const Problem& p) {
@@ -165,17 +180,27 @@ double cudnn_cost(const Problem& p) {
   return std::min(exact, cudnn_cost(p, 407e12, 32, {0.023, 1.8, 4.1, 4.7}, {0.007, 1.8, 1.6, 2.3}));
 }
 
-// PyTorch's own. The unfused chain passes over the convolution's output some ten times. A gradient of a plain layer
-// takes 4 to 12 times the least time at its own precision, the more the fewer the channels of a group.
+// One of its gradients, fitted to the same layers: within a factor of 2 for most.
+double cudnn_gradient_cost(const Problem& p) {
+  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.05, 0.9, 10, 1}, {0.03, 1.1, 0.5, 1});
+  const double exact = cudnn_cost(p, 55e12, 16, {0.04, 0.7, 5, 1}, {0.05, 0.8, 6, 1});
+  if (!p.allow_tf32) return exact;
+  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.06, 0.8, 7, 0.5}, {0.04, 1, 0.9, 0.7}));
+}
+
+// PyTorch's own. The unfused chain passes over the convolution's output some ten times.
 double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
-  if (operation == Operation::kInputGradient || operation == Operation::kWeightGradient) {
-    const double rate = p.element_size() == 2 ? 780e12 : p.allow_tf32 ? 407e12 : 55e12;
-    const bool few = p.groups > 1 && p.out_channels_per_group() <= 16;
-    return 0.005 + (few ? 5 : 4) * std::max(ms(2 * p.macs(), rate), ms(p.bytes(), 4.3e12));
+  switch (operation) {
+    case Operation::kInputGradient:
+    case Operation::kWeightGradient:
+      return cudnn_gradient_cost(p);
+    case Operation::kChainGradients:
+      return cudnn_cost(p) + ms(40 * p.bytes(), 4.3e12);
+    case Operation::kLogSumExpHardswish:
+      return cudnn_cost(p) + ms(10 * p.bytes(), 4.3e12);
+    default:
+      return cudnn_cost(p);
   }
-  if (operation == Operation::kChainGradients) return cudnn_cost(p) + ms(40 * p.bytes(), 4.3e12);
-  if (operation == Operation::kLogSumExpHardswish) return cudnn_cost(p) + ms(10 * p.bytes(), 4.3e12);
-  return cudnn_cost(p);
 }
 
 std::string never(const Problem&, const DeviceInfo&) { return ""; }
@@ -209,7 +234,14 @@ const Row kTable[] = {
     {CandidateId::kGather, "gather", true, kForward, cuda_refusal, own_cuda_cost},
     {CandidateId::kDepthwise, "depthwise", true, kForward, family_refusal<75, depthwise_refusal>,
      family_cost<depthwise_cost_ms>},
+    {CandidateId::kDirect, "direct", true, kForward, family_refusal<75, direct_refusal>, family_cost<direct_cost_ms>},
     {CandidateId::kHeads, "heads", true, kForward, family_refusal<90, heads_refusal, 120>, family_cost<heads_cost_ms>},
+    {CandidateId::kOverlapAdd, "overlap_add", true, kForward, family_refusal<90, overlap_add_refusal, 120>,
+     family_cost<overlap_add_cost_ms>},
+    {CandidateId::kPixelShuffle, "pixel_shuffle", true, kForward, family_refusal<80, pixel_shuffle_refusal, 120>,
+     family_cost<pixel_shuffle_cost_ms>},
+    {CandidateId::kPhaseGemm, "phase_gemm", true, kForward, family_refusal<90, phase_gemm_refusal, 91>,
+     family_cost<phase_gemm_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
@@ -217,10 +249,22 @@ const Row kTable[] = {
      family_cost<rows_mma_cost_ms>},
     {CandidateId::kRowsPersistent, "rows_persistent", true, kForward, family_refusal<90, rows_persistent_refusal, 120>,
      family_cost<rows_persistent_cost_ms>},
+    {CandidateId::kLongRows, "long_rows", true, kForward, family_refusal<90, long_rows_refusal, 120>,
+     family_cost<long_rows_cost_ms>},
+    {CandidateId::kPixelRows, "pixel_rows", true, kForward, family_refusal<90, pixel_rows_refusal, 120>,
+     family_cost<pixel_rows_cost_ms>},
     {CandidateId::kRows, "rows_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<80, rows_input_gradient_refusal>, family_cost<rows_input_gradient_cost_ms>},
     {CandidateId::kRows, "rows_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<80, rows_weight_gradient_refusal>, family_cost<rows_weight_gradient_cost_ms>},
+    {CandidateId::kDepthwise, "depthwise_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<75, depthwise_input_gradient_refusal>, family_cost<depthwise_input_gradient_cost_ms>},
+    {CandidateId::kDepthwise, "depthwise_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<75, depthwise_weight_gradient_refusal>, family_cost<depthwise_weight_gradient_cost_ms>},
+    {CandidateId::kHeads, "heads_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<80, heads_input_gradient_refusal>, family_cost<heads_input_gradient_cost_ms>},
+    {CandidateId::kHeads, "heads_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<80, heads_weight_gradient_refusal>, family_cost<heads_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,

@@ -94,19 +94,24 @@ inline RowsMmaTile rows_mma_tile(const Problem& problem) {
   return rows_mma_tile(problem, 1);
 }
 
-// What both families of rows on tensor cores refuse, or "".
-inline std::string rows_on_mma_refusal(const Problem& problem) {
+// What both families of rows on tensor cores refuse, or ""; `shapes` are what the last axis may have.
+template <int kShapes>
+inline std::string rows_on_mma_refusal(const Problem& problem, const RowsMmaShape (&shapes)[kShapes]) {
   const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
   if (problem.dtype == DType::kFloat64) return "float64";
   if (depth.in != 1 || depth.kernel != 1 || depth.stride != 1 || depth.padding != 0 || depth.output_padding != 0) {
     return "three axes";
   }
-  const bool listed = std::any_of(std::begin(kRowsMmaShapes), std::end(kRowsMmaShapes), [&](const RowsMmaShape& s) {
+  const bool listed = std::any_of(std::begin(shapes), std::end(shapes), [&](const RowsMmaShape& s) {
     return s.kernel == width.kernel && s.stride == width.stride && s.dilation == width.dilation;
   });
   if (!listed) {
     return "a kernel of " + std::to_string(width.kernel) + ", stride " + std::to_string(width.stride) + ", dilation " +
            std::to_string(width.dilation) + " along the last axis";
+  }
+  if (problem.in_channels * problem.in_positions() < 1 || problem.out_channels < 1 || height.out() < 1 ||
+      width.out() < 1) {
+    return "an empty tensor";
   }
   constexpr int64_t kLimit = int64_t{1} << 24;
   if (height.kernel > 64 || height.stride > kRowsMmaMaxStride || height.dilation > 64) {
@@ -121,7 +126,7 @@ inline std::string rows_on_mma_refusal(const Problem& problem) {
 
 // "" if the family can make the call, else a reason.
 inline std::string rows_mma_refusal(const Problem& problem) {
-  const std::string reason = rows_on_mma_refusal(problem);
+  const std::string reason = rows_on_mma_refusal(problem, kRowsMmaShapes);
   if (!reason.empty()) return reason;
   if (problem.layout != Layout::kChannelsLast) return "contiguous tensors";
   if (problem.dtype == DType::kFloat32 && !problem.allow_tf32) return "float32 without TF32";

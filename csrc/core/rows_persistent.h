@@ -14,15 +14,25 @@
 
 namespace fastconvt {
 
-// Warps that multiply, at most: as many as registers are there for; float32 as three products takes more of them.
-constexpr int rows_persistent_makers(bool split) { return split ? 8 : 9; }
+// Of the last axis.
+inline constexpr RowsMmaShape kRowsPersistentShapes[] = {{5, 3, 1}, {3, 2, 2}, {3, 2, 3}, {4, 2, 1},
+                                                         {5, 3, 2}, {3, 2, 1}, {2, 2, 1}, {3, 5, 2}};
+inline constexpr int kNumRowsPersistentShapes = sizeof(kRowsPersistentShapes) / sizeof(kRowsPersistentShapes[0]);
+
+// Warps that multiply, at most: as many as registers are there for; float32 as three products and many phases take more
+// of them.
+constexpr int rows_persistent_makers(bool split, int64_t stride) { return split || stride > 4 ? 8 : 9; }
 inline constexpr int kRowsPersistentFeeders = 2;  // warps that load
 inline constexpr int kRowsPersistentHalo = 8;     // staged columns before a segment's first base
 inline constexpr int64_t kRowsPersistentShared = 227 * 1024;
 // Bytes: bulk stores are much slower where their two addresses differ modulo a sector.
 inline constexpr int kRowsPersistentSector = 32;
 
-inline constexpr int kRowsPersistentTiles = 4;       // of 8 bases, that a warp makes at a time
+// Tiles of 8 bases that a warp makes at a time. Many phases of 32-bit elements fill shared memory with few rows: more
+// warps make one of them then.
+constexpr int rows_persistent_tiles(int64_t element_size, int64_t stride) {
+  return element_size == 4 && stride > 4 ? 2 : 4;
+}
 inline constexpr int kRowsPersistentItemBytes = 48;  // of what describes a chunk in shared memory
 // Chunks, at least, that a small batch is divided into: two for every multiprocessor.
 inline constexpr int kRowsPersistentItems = 256;
@@ -104,12 +114,12 @@ inline bool rows_persistent_fits(const Problem& problem, int64_t row_bytes, int 
 inline RowsPersistentTile rows_persistent_tile(const Problem& problem, int64_t merged) {
   const Axis &height = problem.axis[1], &width = problem.axis[2];
   const int64_t size = problem.element_size(), line = 128 / size, sector = kRowsPersistentSector / size;
-  const int64_t strip = 8 * kRowsPersistentTiles, terms = rows_persistent_splits(problem) ? 2 : 1;
+  const int64_t strip = 8 * rows_persistent_tiles(size, width.stride), terms = rows_persistent_splits(problem) ? 2 : 1;
   RowsPersistentTile t{};
   t.merged = static_cast<int>(merged);
   t.steps = static_cast<int>(ceil_div(merged * problem.in_channels_per_group(), kRowsMmaStep));
   t.channel_blocks = static_cast<int>(ceil_div(merged * problem.out_channels_per_group(), kRowsMmaChannels));
-  const int makers = rows_persistent_makers(rows_persistent_splits(problem));
+  const int makers = rows_persistent_makers(rows_persistent_splits(problem), width.stride);
   const auto strips_from = [&](int64_t base) { return ceil_div(width.base(width.out() - 1) + 1 - base, strip); };
   // Bases in eights: copies of inputs are aligned then. 32-bit operands may begin between, which may save a strip.
   t.base = static_cast<int>(width.base(0) / 8 * 8);
@@ -168,7 +178,7 @@ inline RowsPersistentTile rows_persistent_tile(const Problem& problem) {
 
 // "" if the family can make the call, else a reason.
 inline std::string rows_persistent_refusal(const Problem& problem) {
-  const std::string reason = rows_on_mma_refusal(problem);
+  const std::string reason = rows_on_mma_refusal(problem, kRowsPersistentShapes);
   if (!reason.empty()) return reason;
   if (problem.layout != Layout::kContiguous) return "channels last";
   const Axis& height = problem.axis[1];
@@ -191,7 +201,8 @@ inline double rows_persistent_cost_ms(const Problem& problem) {
   double rows = 0;
   for (int64_t phase = 0; phase < height.stride; ++phase) {
     if (height.first_tap(phase) == height.kernel) continue;
-    const double products = static_cast<double>(height.num_taps(phase) * width.kernel * t.steps * t.team_warps);
+    const double products = static_cast<double>(height.num_taps(phase) * width.kernel * t.steps * t.team_warps) *
+                            rows_persistent_tiles(problem.element_size(), width.stride) / 4;
     const double row = split  ? 1.45 / t.teams + 0.0175 * products
                        : wide ? 1.1 + 0.014 * products
                               : 0.95 + 0.0092 * products;
@@ -199,7 +210,9 @@ inline double rows_persistent_cost_ms(const Problem& problem) {
   }
   rows *= static_cast<double>(problem.batch) * static_cast<double>(problem.groups / t.merged) * t.channel_blocks *
           t.segments;
-  return (split ? 0.01 : 0.006) + std::max(rows / 132 * 1e-3, problem.bytes() / (wide ? 4e9 : 3.5e9));
+  // Chunks of one row are too small to read in bursts.
+  const double bandwidth = t.chunk * t.rows == 1 ? (wide ? 3.4e9 : 2.7e9) : wide ? 4e9 : 3.5e9;
+  return (split ? 0.01 : 0.006) + std::max(rows / 132 * 1e-3, problem.bytes() / bandwidth);
 }
 
 }  // namespace fastconvt

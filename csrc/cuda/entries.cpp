@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdio>
 #include <mutex>
+#include <utility>
 
 #include "../planning.h"
 #include "launchers.h"
@@ -88,27 +89,37 @@ const char* plain_name(int spatial) {
   return kNames[spatial - 1];
 }
 
+using LaunchConvolution = decltype(&launch_gather);
+
+// The launcher of a candidate that needs no workspace.
+LaunchConvolution find_launcher(CandidateId candidate) {
+  constexpr std::pair<CandidateId, LaunchConvolution> kLaunchers[] = {
+      {CandidateId::kGather, launch_gather},          {CandidateId::kDepthwise, launch_depthwise},
+      {CandidateId::kDirect, launch_direct},          {CandidateId::kHeads, launch_heads},
+      {CandidateId::kOverlapAdd, launch_overlap_add}, {CandidateId::kPixelShuffle, launch_pixel_shuffle},
+      {CandidateId::kRowTile, launch_row_tile},       {CandidateId::kRows, launch_rows},
+      {CandidateId::kRowsMma, launch_rows_mma},       {CandidateId::kLongRows, launch_long_rows},
+      {CandidateId::kPixelRows, launch_pixel_rows},
+  };
+  for (const auto& [id, launch] : kLaunchers) {
+    if (id == candidate) return launch;
+  }
+  return nullptr;
+}
+
 // By the kernels of a candidate.
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
+  const Problem& problem = call.problem;
   const void *input = call.input.const_data_ptr(), *weight = call.weight.const_data_ptr(), *bias = bias_data(call);
-  switch (candidate) {
-    case CandidateId::kDepthwise:
-      return launch_depthwise(call.problem, input, weight, bias, output, stream);
-    case CandidateId::kHeads:
-      return launch_heads(call.problem, input, weight, bias, output, stream);
-    case CandidateId::kRowTile:
-      return launch_row_tile(call.problem, input, weight, bias, output, stream);
-    case CandidateId::kRows:
-      return launch_rows(call.problem, input, weight, bias, output, stream);
-    case CandidateId::kRowsMma:
-      return launch_rows_mma(call.problem, input, weight, bias, output, stream);
-    case CandidateId::kRowsPersistent:
-      return launch_rows_persistent(call.problem, input, weight, bias, output,
-                                    workspace(call.input, rows_persistent_workspace(call.problem)).mutable_data_ptr(),
-                                    stream);
-    default:
-      return launch_gather(call.problem, input, weight, bias, output, stream);
+  if (candidate == CandidateId::kRowsPersistent) {
+    const Tensor counter = workspace(call.input, rows_persistent_workspace(problem));
+    return launch_rows_persistent(problem, input, weight, bias, output, counter.mutable_data_ptr(), stream);
   }
+  if (candidate == CandidateId::kPhaseGemm) {
+    const Tensor packed = workspace(call.input, phase_gemm_workspace(problem, input));
+    return launch_phase_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
+  return find_launcher(candidate)(problem, input, weight, bias, output, stream);
 }
 
 template <int kSpatial>
@@ -166,6 +177,9 @@ struct GradientKernels {
 };
 constexpr GradientKernels kGradients[] = {
     {CandidateId::kRows, launch_rows_input_gradient, launch_rows_weight_gradient, rows_weight_gradient_workspace},
+    {CandidateId::kDepthwise, launch_depthwise_input_gradient, launch_depthwise_weight_gradient,
+     depthwise_weight_gradient_workspace},
+    {CandidateId::kHeads, launch_heads_input_gradient, launch_heads_weight_gradient, heads_weight_gradient_workspace},
 };
 
 // Those of the plan's choice; null: ATen's.

@@ -37,25 +37,33 @@ Shape choose_shape(const Problem& problem) {
   return stride == 2 ? Shape{2, 4, 8} : stride <= 4 ? Shape{4, 4, 4} : Shape{8, 4, 2};
 }
 
-template <typename T, typename Function>
+// Whether rounding may exceed the rule of accuracy if the products of an output are added one after the other.
+bool is_long(const Problem& problem) {
+  double products = static_cast<double>(problem.in_channels_per_group());
+  for (const Axis& axis : problem.axis) products *= static_cast<double>(ceil_div(axis.kernel, axis.tap_step()));
+  return problem.dtype == DType::kFloat32 && products > 2 * kGatherRun;
+}
+
+template <typename T, bool kLong, typename Function>
 cudaError_t dispatch_shape(const Shape& shape, Function&& function) {
+  constexpr int kShare = kLong ? 2 : 1;  // half the positions, with a total each
   const auto is = [&](int phases, int channels) { return shape.phases == phases && shape.channels == channels; };
   if constexpr (sizeof(T) == 8) {
     if (is(1, 4)) return function(GatherTraits<T, 1, 4, 8>{});
     if (is(2, 4)) return function(GatherTraits<T, 2, 4, 4>{});
     return function(GatherTraits<T, 4, 4, 2>{});
   } else {
-    if (is(1, 8) && shape.positions == 1) return function(GatherTraits<T, 1, 8, 1>{});
-    if (is(1, 8)) return function(GatherTraits<T, 1, 8, 8>{});
-    if (is(1, 4)) return function(GatherTraits<T, 1, 4, 8>{});
-    if (is(1, 1)) return function(GatherTraits<T, 1, 1, 8>{});
-    if (is(2, 4) && shape.positions == 1) return function(GatherTraits<T, 2, 4, 1>{});
-    if (is(2, 4)) return function(GatherTraits<T, 2, 4, 8>{});
-    if (is(2, 1)) return function(GatherTraits<T, 2, 1, 8>{});
-    if (is(4, 4)) return function(GatherTraits<T, 4, 4, 4>{});
-    if (is(4, 1)) return function(GatherTraits<T, 4, 1, 8>{});
-    if (is(8, 4)) return function(GatherTraits<T, 8, 4, 2>{});
-    return function(GatherTraits<T, 8, 1, 4>{});
+    if (is(1, 8) && shape.positions == 1) return function(GatherTraits<T, 1, 8, 1, kLong>{});
+    if (is(1, 8)) return function(GatherTraits<T, 1, 8, 8 / kShare, kLong>{});
+    if (is(1, 4)) return function(GatherTraits<T, 1, 4, 8 / kShare, kLong>{});
+    if (is(1, 1)) return function(GatherTraits<T, 1, 1, 8 / kShare, kLong>{});
+    if (is(2, 4) && shape.positions == 1) return function(GatherTraits<T, 2, 4, 1, kLong>{});
+    if (is(2, 4)) return function(GatherTraits<T, 2, 4, 8 / kShare, kLong>{});
+    if (is(2, 1)) return function(GatherTraits<T, 2, 1, 8 / kShare, kLong>{});
+    if (is(4, 4)) return function(GatherTraits<T, 4, 4, 4 / kShare, kLong>{});
+    if (is(4, 1)) return function(GatherTraits<T, 4, 1, 8 / kShare, kLong>{});
+    if (is(8, 4)) return function(GatherTraits<T, 8, 4, 2 / kShare, kLong>{});
+    return function(GatherTraits<T, 8, 1, 4 / kShare, kLong>{});
   }
 }
 
@@ -155,8 +163,8 @@ void stage_tile(const Problem& problem, const Shape& shape, const Device& device
   t.weight_row = shape.channels == 1 ? t.units * shape.phases : t.phases * t.weight_phase;
   t.weight_offset = static_cast<int>(ceil_div(t.entries * 8, 16) * 16 / acc);
 
-  const int resident =
-      gather_min_blocks(shape.phases * shape.channels * shape.positions * acc / 4) * (kMaxGatherThreads / 32) / t.warps;
+  const int registers = is_long(problem) ? 64 : shape.phases * shape.channels * shape.positions * acc / 4;
+  const int resident = gather_min_blocks(registers) * (kMaxGatherThreads / 32) / t.warps;
   const int64_t shared = std::min(device.shared_per_block, device.shared_per_sm / resident - 1024) - kStaticShared;
   const int64_t max_channels = ceil_div(p.axis[0].kernel, p.axis[0].tap_step()) *
                                ceil_div(p.axis[1].kernel, p.axis[1].tap_step()) * p.in_channels;
@@ -311,12 +319,14 @@ cudaError_t launch_gather(const Problem& problem, const void* input, const void*
   if (!supported(product)) return cudaErrorNotSupported;
   const int channels_per_bias = static_cast<int>(product.out_channels / problem.out_channels);
   GatherParams p = problem_params(product, channels_per_bias, input, weight, bias, output);
-  const Shape shape = choose_shape(product);
+  Shape shape = choose_shape(product);
+  const bool in_two_levels = is_long(product);
+  if (in_two_levels) shape.positions = std::max(1, shape.positions / 2);
   choose_tile(product, shape, device, p);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return dispatch_shape<T>(shape, [&](auto traits) { return launch<decltype(traits)>(p, device, stream); });
-  });
+  const auto run = [&](auto traits) { return launch<decltype(traits)>(p, device, stream); };
+  if (in_two_levels) return dispatch_shape<float, true>(shape, run);
+  return dispatch_dtype(problem.dtype,
+                        [&](auto tag) { return dispatch_shape<typename decltype(tag)::type, false>(shape, run); });
 }
 
 }  // namespace fastconvt::cuda

@@ -9,16 +9,17 @@
 
 namespace fastconvt::cuda {
 
-template <typename T, int kPhases_, int kChannels_, int kPositions_>
+template <typename T, int kPhases_, int kChannels_, int kPositions_, bool kLong_ = false>
 struct GatherTraits {
   using Element = T;
   using Acc = accumulator_t<T>;
   static constexpr int kPhases = kPhases_;
   static constexpr int kChannels = kChannels_;
   static constexpr int kPositions = kPositions_;
+  static constexpr bool kLong = kLong_;  // sums in two levels
   static constexpr int kWarpPositions = 32 * kPositions;
-  static constexpr int kRegisters = kPhases * kChannels * kPositions * sizeof(Acc) / 4;
-  static constexpr int kMinBlocks = gather_min_blocks(kRegisters);
+  static constexpr int kRegisters = (kLong ? 2 : 1) * kPhases * kChannels * kPositions * sizeof(Acc) / 4;
+  static constexpr int kMinBlocks = gather_min_blocks(kLong ? 64 : kRegisters);
   static_assert(kRegisters <= 64, "two blocks of 256 threads must fit an SM");
 };
 
@@ -38,6 +39,10 @@ class GatherKernel {
   int position;  // first of the thread's positions; the others follow 32 apart
   bool active;   // some output of the thread, or of its neighbours, may exist
   Acc acc[kPhases][kChannels][kPositions];
+  // Long sums: a sum of some kGatherRun products goes here before the next one begins, which keeps the rounding of
+  // equal products from adding up.
+  Acc total[Traits::kLong ? kPhases : 1][kChannels][kPositions];
+  int run_length = 0;
 
  public:
   __device__ GatherKernel(const GatherParams& p, const GatherBlock& block, Acc* shared)
@@ -51,6 +56,7 @@ class GatherKernel {
     active = output_channel<Traits>(p, block, unit * kChannels, group) < p.out_channels &&
              position - position % 32 < block.positions;
     for_each_accumulator([](Acc& a) { a = Acc{0}; });
+    if constexpr (Traits::kLong) add_up([](Acc& sum, Acc) { sum = Acc{0}; });
   }
 
   __device__ void run() {
@@ -84,6 +90,9 @@ class GatherKernel {
       wait_for_copies();
       __syncthreads();
     }
+    if constexpr (Traits::kLong) {
+      add_up([](Acc& sum, Acc& a) { a += sum; });
+    }
     // Inputs outside the tensor were staged as zeros, which only finite weights leave without effect (0 * inf is NaN).
     // Any other weight shows in an accumulator that is not finite.
     Acc probe{0};
@@ -104,6 +113,17 @@ class GatherKernel {
       for (int c = 0; c < kChannels; ++c)
 #pragma unroll
         for (int i = 0; i < kPositions; ++i) function(acc[r][c][i]);
+  }
+
+  // Long sums: every total with its accumulator.
+  template <typename Function>
+  __device__ void add_up(Function&& function) {
+#pragma unroll
+    for (int r = 0; r < kPhases; ++r)
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c)
+#pragma unroll
+        for (int i = 0; i < kPositions; ++i) function(total[r][c][i], acc[r][c][i]);
   }
 
   __device__ bool advance(GatherStep& step, int channels) const {
@@ -130,6 +150,12 @@ class GatherKernel {
       const Acc* const w = weights + e * p.tile.channels * p.tile.weight_row;
       const bool leading = (entry.y & (entry.y + 1)) == 0;
       dispatch_phases<0>(leading, entry.y, x, w, count);
+      if constexpr (Traits::kLong) {
+        run_length += count;
+        if (run_length < kGatherRun) continue;
+        add_up([](Acc& sum, Acc& a) { sum += a, a = Acc{0}; });
+        run_length = 0;
+      }
     }
   }
 

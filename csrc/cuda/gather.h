@@ -48,6 +48,9 @@ struct GatherTile {
 constexpr int kMaxGatherThreads = 256;
 constexpr int gather_min_blocks(int registers) { return registers <= 16 ? 4 : registers <= 32 ? 3 : 2; }
 
+// Products after which a long sum in float32 is added to a total; sums of twice as many are long.
+inline constexpr int kGatherRun = 64;
+
 // Outputs are staged for the store `channels` at once: place of the index-th. A gap after every 128 bytes keeps banks
 // apart.
 FASTCONVT_HOST_DEVICE constexpr unsigned staged_output(unsigned channels, unsigned index) {

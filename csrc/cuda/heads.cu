@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "dispatch.h"
+#include "heads_window.h"
 #include "launchers.h"
 #include "occupancy.h"
 
@@ -159,8 +160,10 @@ cudaError_t dispatch_heads(HeadsParams& p, const HeadsTile& tile, cudaStream_t s
 cudaError_t launch_heads(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                          cudaStream_t stream) {
   if (problem.out_elements() == 0) return cudaSuccess;
-  HeadsTile tile{};
-  if (!heads_refusal(problem, tile).empty()) return cudaErrorNotSupported;
+  const HeadsChoice choice = heads_choose(problem);
+  if (!choice.refusal.empty()) return cudaErrorNotSupported;
+  if (choice.windows) return launch_heads_window(problem, input, weight, bias, output, stream);
+  const HeadsTile& tile = choice.tile;
   HeadsParams p = heads_params(problem, tile, input, weight, bias, output);
   return dispatch_dtype(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;

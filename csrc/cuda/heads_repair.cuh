@@ -8,9 +8,9 @@ namespace fastconvt::cuda {
 
 // One output from global memory, without the bias, by the definition: only taps and inputs that exist are multiplied.
 // In float64, since large finite products must not overflow on the way.
-template <typename T>
-__device__ __noinline__ double heads_sum_by_definition(const HeadsParams& p, int n, int group, int channel, int o0,
-                                                       int o1, int o2) {
+template <typename T, class Params>
+__device__ __noinline__ double heads_sum_by_definition(const Params& p, int n, int group, int channel, int o0, int o1,
+                                                       int o2) {
   const int o[3] = {o0, o1, o2};
   const T* const input = static_cast<const T*>(p.input) + n * p.in.batch + group * p.group_in * p.in.channel;
   const T* const weight =

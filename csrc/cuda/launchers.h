@@ -17,9 +17,12 @@ cudaError_t probe_image();
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                           cudaStream_t stream);
 
-// The same for one input channel a group (core/depthwise.h), and for few output channels a group (core/heads.h).
+// The same for one input channel a group (core/depthwise.h), for few channels a group (core/direct.h), and for few
+// output channels a group (core/heads.h).
 cudaError_t launch_depthwise(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, cudaStream_t stream);
+cudaError_t launch_direct(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                          cudaStream_t stream);
 cudaError_t launch_heads(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                          cudaStream_t stream);
 
@@ -31,6 +34,27 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
                         cudaStream_t stream);
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream);
+
+// The same where few output channels a group have many taps that overlap (core/overlap_add.h), on matrix units.
+cudaError_t launch_overlap_add(const Problem& problem, const void* input, const void* weight, const void* bias,
+                               void* output, cudaStream_t stream);
+
+// The same where no tap overlaps another (core/pixel_shuffle.h), on matrix units, float32 by three products.
+cudaError_t launch_pixel_shuffle(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                 void* output, cudaStream_t stream);
+
+// The same on matrix units for any taps (core/phase_gemm.h), for 8 channels a group and more; compute capability 9.0.
+// The workspace, aligned to 256 bytes, holds packed weights, and packed inputs where they cannot be read as they lie.
+int64_t phase_gemm_workspace(const Problem& problem, const void* input);
+cudaError_t launch_phase_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output, void* workspace, cudaStream_t stream);
+
+// The same for few channels and short kernels on matrix units, float32 by three products: long rows, contiguous
+// (core/long_rows.h); rows of whole pixels, channels_last (core/pixel_rows.h).
+cudaError_t launch_long_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
+                             void* output, cudaStream_t stream);
+cudaError_t launch_pixel_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output, cudaStream_t stream);
 
 // Contiguous on matrix units, float32 by three products, too (core/rows_persistent.h). The workspace, not initialised,
 // aligned to 4 bytes, paces the reads of all blocks; null: they are not paced.
@@ -46,6 +70,20 @@ cudaError_t launch_rows_input_gradient(const Problem& problem, const void* grad_
 int64_t rows_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_rows_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
+// The same for one input channel a group (core/depthwise_gradient.h), true float32.
+cudaError_t launch_depthwise_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                            void* grad_input, cudaStream_t stream);
+int64_t depthwise_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_depthwise_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                             void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
+// The same for few output channels a group (core/heads_gradient.h).
+cudaError_t launch_heads_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                        void* grad_input, cudaStream_t stream);
+int64_t heads_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or

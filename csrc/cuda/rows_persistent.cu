@@ -87,10 +87,10 @@ cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
 
 template <typename T, bool kSplit = false, int kShape = 0>
 cudaError_t dispatch_rows_persistent(const Axis& width, const RowsPersistentParams& p, cudaStream_t stream) {
-  if constexpr (kShape == kNumRowsMmaShapes) {
+  if constexpr (kShape == kNumRowsPersistentShapes) {
     return cudaErrorNotSupported;
   } else {
-    constexpr RowsMmaShape kOf = kRowsMmaShapes[kShape];
+    constexpr RowsMmaShape kOf = kRowsPersistentShapes[kShape];
     if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
       return launch<RowsPersistentTraits<T, kSplit, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
     }

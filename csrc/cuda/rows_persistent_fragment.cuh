@@ -27,6 +27,16 @@ __device__ inline void multiply_add_two(float (&sum)[4], const MmaLeft<__nv_bflo
 #endif
 }
 
+// Two values, rounded, in a word.
+__device__ inline uint32_t rounded_pair(__half, float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+__device__ inline uint32_t rounded_pair(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&both);
+}
+
 // make_left for both terms.
 template <typename Load>
 __device__ void make_split_left(int row, int quad, Load&& load, MmaLeft<float>& high, MmaLeft<float>& low) {

@@ -1,64 +1,10 @@
 // The persistent row family: the warps that multiply.
 #pragma once
 
+#include "rows_persistent_exact.cuh"
 #include "rows_persistent_role.cuh"
 
 namespace fastconvt::cuda {
-
-// One output from global memory, without the bias: only taps and inputs that exist are multiplied. In float64, since
-// large finite products must not overflow on the way.
-template <class Traits>
-__device__ double sum_by_definition(const RowsPersistentParams& p,
-                                    const RowsPersistentItem<typename Traits::Element>& item, int base, int phase,
-                                    int channel, int o) {
-  using T = typename Traits::Element;
-  const int64_t taps = static_cast<int64_t>(p.height_kernel) * Traits::kKernel;
-  int block = item.block;
-  const int group = p.by_channel_blocks(block);
-  channel += block * kRowsMmaChannels;
-  const int of = channel / p.group_out, first = of * p.group_in;  // of the merged groups, and its first channel
-  const T* const weight =
-      static_cast<const T*>(p.weight) +
-      taps * (static_cast<int64_t>(group) * p.in_channels * p.group_out + channel - of * p.group_out);
-  double sum = 0;
-  int y = base - p.phase[phase].back;
-  for (int tap = p.phase[phase].first_tap; tap < p.height_kernel; tap += p.tap_step, y -= p.back_step) {
-    if (!has_input_row(p, y)) continue;
-    for (int t = 0; t < Traits::kKernel; ++t) {
-      const int x = o + p.padding - t * Traits::kDilation;
-      if (x < 0 || x % Traits::kStride != 0 || x / Traits::kStride >= p.in_width) continue;
-#pragma unroll 1
-      for (int c = first; c < first + p.group_in; ++c) {
-        const T value = item.input[c * p.in.channel + y * p.in.axis[1] + x / Traits::kStride];
-        const T w = weight[c * p.group_out * taps + tap * Traits::kKernel + t];
-        sum = fma(static_cast<double>(to_accumulator(value)), static_cast<double>(to_accumulator(w)), sum);
-      }
-    }
-  }
-  return sum;
-}
-
-// A warp's strip of an output row. `y` is the row's, `strip` the first position; a channel is staged where `staged`
-// says: its position 0, without its misalignment.
-template <class Traits>
-__device__ __noinline__ void stage_by_definition(const RowsPersistentParams& p,
-                                                 const RowsPersistentItem<typename Traits::Element> item, int base,
-                                                 int phase, int strip, const float* terms,
-                                                 typename Traits::Element* staged) {
-  using T = typename Traits::Element;
-  constexpr int kPositions = 8 * kRowsPersistentTiles * Traits::kStride;
-#pragma unroll 1
-  for (int i = threadIdx.x % 32; i < item.channels * kPositions; i += 32) {
-    const int channel = i / kPositions, position = i % kPositions + strip;
-    const int o = item.column * Traits::kStride - p.padding + position;
-    if (o < 0 || o >= p.out_width) continue;
-    const double sum = sum_by_definition<Traits>(p, item, base, phase, channel, o) + terms[channel];
-    const int y = base * p.height_stride + phase - p.height_padding;
-    const T* const origin = item.output + channel * p.out.channel + y * p.out.axis[1] + o - position;
-    staged[channel * p.tile.output_pitch + misalignment(origin, Traits::kSector) + position] =
-        from_accumulator<T>(static_cast<float>(sum));
-  }
-}
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -69,9 +15,10 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   using T = typename Traits::Element;
   using Item = RowsPersistentItem<T>;
   using Role::lane, Role::p, Role::terms;
-  using Sums = float[Traits::kStride][Traits::kTiles][4];
+  using Sums = float[Traits::kKinds][Traits::kTiles][4];  // of the phases with taps
   using Right = uint32_t[Traits::kReach + 1][Traits::kTiles][sizeof(typename Traits::Element) / 2];
   static constexpr int kStride = Traits::kStride;
+  static constexpr int kKinds = Traits::kKinds;
   static constexpr int kTiles = Traits::kTiles;
   static constexpr int kReach = Traits::kReach;
   static constexpr int kTapLanes = Traits::kKernel * (Traits::kSplit ? 64 : 32);  // of a step's weights
@@ -175,7 +122,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
 
   __device__ void clear(Sums& sum) const {
 #pragma unroll
-    for (int r = 0; r < kStride; ++r)
+    for (int r = 0; r < kKinds; ++r)
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -193,11 +140,19 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
       if (has_input_row(p, y)) {
         const MmaLeft<T>* weight = this->weights + tap * p.tile.steps * kTapLanes + lane;
         int step = 0;
+        if constexpr (Traits::kPairsSteps) {
 #pragma unroll 1
-        do {
-          add_step(chunk + step * step_pitch, weight, sum);
-          weight += kTapLanes;
-        } while (++step < p.tile.steps);
+          for (; step + 2 <= p.tile.steps; step += 2, weight += 2 * kTapLanes) {
+            add_two_steps(chunk + step * step_pitch, step_pitch, weight, sum);
+          }
+          if (step < p.tile.steps) add_step(chunk + step * step_pitch, weight, sum);
+        } else {
+#pragma unroll 1
+          do {
+            add_step(chunk + step * step_pitch, weight, sum);
+            weight += kTapLanes;
+          } while (++step < p.tile.steps);
+        }
       }
       chunk -= p.back_step * p.tile.steps * step_pitch;
       tap += p.tap_step;
@@ -246,11 +201,27 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     }
   }
 
+  // Two steps in MMAs of 16 terms.
+  __device__ void add_two_steps(const T* input, int step_pitch, const MmaLeft<T>* weight, Sums& sum) const {
+    Right right, next;
+    load_inputs(input, right);
+    load_inputs(input + step_pitch, next);
+#pragma unroll
+    for (int t = 0; t < Traits::kKernel; ++t) {
+      const int r = Traits::kind_of(t * Traits::kDilation % kStride), back = t * Traits::kDilation / kStride;
+      const MmaLeft<T> left = weight[t * 32], next_left = weight[t * 32 + kTapLanes];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        multiply_add_two(sum[r][j], left, next_left, right[back][j][0], next[back][j][0]);
+      }
+    }
+  }
+
   __device__ void add_whole(const Right& right, const MmaLeft<T>* weight, Sums& sum) const {
 #pragma unroll
     for (int t = 0; t < Traits::kKernel; ++t) {
       constexpr int kNext = Traits::kTapStep;  // tap of the same phase
-      const int r = t * Traits::kDilation % kStride, back = t * Traits::kDilation / kStride;
+      const int r = Traits::kind_of(t * Traits::kDilation % kStride), back = t * Traits::kDilation / kStride;
       const MmaLeft<T> left = weight[t * 32];
       if constexpr (sizeof(T) == 4) {
         multiply_tap(t, left, right, sum);
@@ -292,7 +263,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
 #pragma unroll
     for (int t = 0; t < Traits::kKernel; ++t) multiply_tap(t, weight[2 * t * 32], right, part);
 #pragma unroll
-    for (int r = 0; r < kStride; ++r)
+    for (int r = 0; r < kKinds; ++r)
 #pragma unroll
       for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -300,7 +271,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   }
 
   static __device__ __forceinline__ void multiply_tap(int t, const MmaLeft<T>& left, const Right& right, Sums& sum) {
-    const int r = t * Traits::kDilation % kStride, back = t * Traits::kDilation / kStride;
+    const int r = Traits::kind_of(t * Traits::kDilation % kStride), back = t * Traits::kDilation / kStride;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) multiply_add(sum[r][j], left, right[back][j][0], right[back][j][1]);
   }
@@ -312,12 +283,16 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
       if (first >= 0 && first + 8 * kStride <= p.out_width) continue;
       const float term[2] = {terms[row], terms[row + 8]};
 #pragma unroll
-      for (int r = 0; r < kStride; ++r)
+      for (int r = 0; r < kStride; ++r) {
+        if (!Traits::has_taps(r)) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int o = first + (2 * quad + i % 2) * kStride + r;
-          if (static_cast<unsigned>(o) >= static_cast<unsigned>(p.out_width)) sum[r][j][i] = term[i / 2];
+          if (static_cast<unsigned>(o) >= static_cast<unsigned>(p.out_width)) {
+            sum[Traits::kind_of(r)][j][i] = term[i / 2];
+          }
         }
+      }
     }
   }
 
@@ -336,14 +311,43 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     if (__all_sync(~0u, (low_skew | high_skew) % 2 == 0)) {
       stage_half<2>(low, 0, sum);
       stage_half<2>(high, 1, sum);
+    } else if constexpr (sizeof(T) == 2) {
+      stage_words(low, low_skew % 2 != 0, 0, sum);
+      stage_words(high, high_skew % 2 != 0, 1, sum);
     } else {
       stage_half<1>(low, 0, sum);
       stage_half<1>(high, 1, sum);
     }
   }
 
+  // 16-bit outputs in words; where the first one stands in the middle of a word, words pair it with what comes before.
+  __device__ void stage_words(T* target, bool odd, int half, const Sums& sum) const {
+    const T constant = kKinds < kStride ? from_accumulator<T>(terms[row + 8 * half]) : T{};
+    const uint32_t pick = odd ? 0x5432 : 0x7654;
+    const auto value = [&](int i, int j) {
+      const int r = i % kStride;
+      return Traits::has_taps(r) ? from_accumulator<T>(sum[Traits::kind_of(r)][j][2 * half + i / kStride]) : constant;
+    };
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j, target += 8 * kStride) {
+      uint32_t words[kStride];
+#pragma unroll
+      for (int i = 0; i < kStride; ++i) words[i] = two_halves(value(2 * i, j), value(2 * i + 1, j));
+      uint32_t* const to = reinterpret_cast<uint32_t*>(target - (odd ? 1 : 0));
+#pragma unroll
+      for (int i = 1; i < kStride; ++i) to[i] = __byte_perm(words[i - 1], words[i], pick);
+      if (odd) {
+        reinterpret_cast<uint16_t*>(target)[0] = static_cast<uint16_t>(words[0]);
+        reinterpret_cast<uint16_t*>(target)[2 * kStride - 1] = static_cast<uint16_t>(words[kStride - 1] >> 16);
+      } else {
+        to[0] = words[0];
+      }
+    }
+  }
+
   template <int kCount>
-  static __device__ void stage_half(T* target, int half, const Sums& sum) {
+  __device__ void stage_half(T* target, int half, const Sums& sum) const {
+    const T constant = kKinds < kStride ? from_accumulator<T>(terms[row + 8 * half]) : T{};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll
@@ -351,7 +355,10 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
         Pack<T, kCount> values;
 #pragma unroll
         for (int e = 0; e < kCount; ++e) {
-          values.value[e] = from_accumulator<T>(sum[(i + e) % kStride][j][2 * half + (i + e) / kStride]);
+          const int r = (i + e) % kStride;
+          values.value[e] = Traits::has_taps(r)
+                                ? from_accumulator<T>(sum[Traits::kind_of(r)][j][2 * half + (i + e) / kStride])
+                                : constant;
         }
         *reinterpret_cast<Pack<T, kCount>*>(target + j * 8 * kStride + i) = values;
       }

@@ -6,6 +6,7 @@
 #include "device/numeric.cuh"
 #include "params.h"
 #include "rows_mma_height.h"
+#include "rows_ring.cuh"
 
 namespace fastconvt::cuda {
 
@@ -38,7 +39,7 @@ struct RowsPersistentParams {
 };
 
 template <typename T, bool kSplit_, int kKernel_, int kStride_, int kDilation_>
-struct RowsPersistentTraits {
+struct RowsPersistentTraits : TappedPhases<kKernel_, kStride_, kDilation_> {
   using Element = T;
   static constexpr bool kSplit = kSplit_;  // float32 as two TF32 terms, by three products
   static constexpr int kKernel = kKernel_;
@@ -46,12 +47,14 @@ struct RowsPersistentTraits {
   static constexpr int kDilation = kDilation_;
   static constexpr int kReach = (kKernel - 1) * kDilation / kStride;  // bases that taps read back
   static constexpr int kTapStep = kStride / std::gcd(kStride, kDilation);
+  // In 16 bits an MMA has 16 terms: two taps of a phase, or, where a phase has only one, two steps.
+  static constexpr bool kPairsSteps = sizeof(T) == 2 && kKernel <= kTapStep;
   static constexpr int kVector = 16 / sizeof(T);  // elements
   static constexpr int kSector = kRowsPersistentSector / sizeof(T);
   static constexpr int kLine = 128 / sizeof(T);
-  static constexpr int kTiles = kRowsPersistentTiles;
+  static constexpr int kTiles = rows_persistent_tiles(sizeof(T), kStride_);
   static constexpr int kMaxThreads =
-      32 * (rows_persistent_makers(kSplit) + kRowsPersistentStorers + kRowsPersistentFeeders);
+      32 * (rows_persistent_makers(kSplit, kStride) + kRowsPersistentStorers + kRowsPersistentFeeders);
 };
 
 __device__ inline bool has_input_row(const RowsPersistentParams& p, int y) {

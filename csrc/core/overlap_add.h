@@ -1,0 +1,247 @@
+// The overlap-add family: transposed convolutions with few output channels a group and many taps, most of which overlap
+// in an output. What it can make, and the tile of a block. Plain C++17: no Torch, no CUDA.
+//
+// One matrix product whose rows are cells, whose columns are what a cell holds, and whose inner dimension is (offset,
+// input channel). A cell is `bases` neighbouring bases (problem.h) along each axis. Along an axis it makes `stride`
+// outputs for each, its residues: u = 0, 1, ... Residue u reads the input at bases * cell + e by the tap t with
+// t * dilation = u - stride * e, if there is one; e is the offset. So every sum is an output, an offset shifts all
+// cells of a block alike, and nothing is folded.
+//
+// A column tile is eight columns: a box of residues and output channels that share their offsets.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "problem.h"
+
+namespace fastconvt {
+
+inline constexpr int64_t kOverlapAddMaxWarps = 16;  // of a block, and of a multiprocessor
+inline constexpr int kOverlapAddMaxTiles = 3;       // column tiles of a warp
+inline constexpr int kOverlapAddWords = 8;          // of 32 bits of input channels, in a step
+inline constexpr int64_t kOverlapAddShared = 227 * 1024;
+
+// Cells of a warp with that many column tiles.
+constexpr int overlap_add_rows(int tiles) { return tiles == 3 ? 48 : 64; }
+
+struct OverlapAddTile {
+  std::array<int64_t, 3> bases;  // of a cell
+  std::array<int64_t, 3> cells;  // of the problem
+  std::array<int64_t, 3> span;   // residues of a column tile
+  std::array<int64_t, 3> spans;  // column tiles along an axis
+  int64_t span_channels, channel_spans;
+  // Where one column tile would be all, there are two: the second one `copy_shift` bases further along copy_axis, with
+  // the same weights.
+  int64_t copies, copy_axis, copy_shift;
+  int64_t columns;             // column tiles in all
+  std::array<int64_t, 3> low;  // offsets of all column tiles: low .. low + reach - 1
+  std::array<int64_t, 3> reach;
+  std::array<int64_t, 3> support;   // the most that one column tile has
+  int64_t warp_columns;             // column tiles of a warp
+  int64_t row_warps, column_warps;  // of a team
+  int64_t teams;                    // each makes a share of the steps
+  std::array<int64_t, 4> box;       // cells of a block: batch, depth, height, width
+  std::array<int64_t, 4> held;      // positions of the input that they reach
+  int64_t held_positions;
+  int64_t steps;        // of kOverlapAddWords words of input channels
+  int64_t stage_steps;  // that are staged at once
+  int64_t fragments;    // of weights, in a step
+  int64_t boxes, column_blocks;
+  // Shared memory in bytes: where each part begins; the stages come first.
+  int64_t step_bytes, stage_bytes, positions, entries, weights, shared_bytes;
+
+  int64_t team_warps() const { return row_warps * column_warps; }
+  int64_t entry_count() const { return reach[0] * reach[1] * reach[2]; }
+  int64_t support_count() const { return support[0] * support[1] * support[2]; }
+};
+
+// The first offset of residues from `begin` on, at most.
+inline int64_t overlap_add_low(const Axis& a, int64_t begin) {
+  const int64_t back = (a.kernel - 1) * a.dilation - begin;
+  return back >= 0 ? -(back / a.stride) : ceil_div(-back, a.stride);
+}
+
+// Column tiles: as few axes as possible, the last one first.
+inline void overlap_add_columns(const Problem& problem, OverlapAddTile& t) {
+  int64_t rest = 8;
+  for (int a = 2; a >= 0; --a) {
+    t.bases[a] = 1;
+    t.span[a] = std::min(rest, problem.axis[a].stride);
+    rest /= t.span[a];
+  }
+  t.span_channels = std::min(rest, problem.out_channels_per_group());
+  rest /= t.span_channels;
+  t.channel_spans = ceil_div(problem.out_channels_per_group(), t.span_channels);
+  const auto all_bases = [&](int a) {
+    const Axis& axis = problem.axis[a];
+    return axis.base(axis.out() - 1) - axis.base(0) + 1;
+  };
+  const int stack = all_bases(1) > 1 ? 1 : all_bases(0) > 1 ? 0 : 2;
+  t.bases[stack] = rest, t.span[stack] *= rest;
+  t.columns = t.channel_spans;
+  for (int a = 0; a < 3; ++a) {
+    t.spans[a] = ceil_div(problem.axis[a].stride * t.bases[a], t.span[a]);
+    t.columns *= t.spans[a];
+  }
+  t.copies = 1, t.copy_axis = stack, t.copy_shift = t.bases[stack];
+  if (t.columns == 1) t.copies = t.columns = 2, t.bases[stack] *= 2;
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = problem.axis[a];
+    int64_t high = 0;
+    t.support[a] = 0;
+    for (int64_t i = 0; i < t.spans[a]; ++i) {
+      const int64_t begin = i * t.span[a];
+      const int64_t end = std::min(begin + t.span[a], axis.stride * (a == stack ? t.copy_shift : 1));
+      const int64_t from = overlap_add_low(axis, begin), to = (end - 1) / axis.stride;
+      t.support[a] = std::max(t.support[a], to - from + 1);
+      t.low[a] = i == 0 ? from : std::min(t.low[a], from), high = i == 0 ? to : std::max(high, to);
+    }
+    t.reach[a] = high - t.low[a] + 1 + (a == stack ? (t.copies - 1) * t.copy_shift : 0);
+    t.cells[a] = ceil_div(all_bases(a), t.bases[a]);
+  }
+}
+
+// Shared memory.
+inline void overlap_add_share(OverlapAddTile& t) {
+  t.stage_bytes = t.stage_steps * t.step_bytes;
+  const int64_t sums = (t.teams - 1) * t.team_warps() * t.warp_columns * overlap_add_rows(int(t.warp_columns)) * 32;
+  t.entries = std::max(t.teams * t.stage_bytes, sums);
+  t.positions = t.entries + t.column_warps * t.entry_count() * 16;
+  t.weights = t.positions + round_up(t.held_positions, 8) * 4;
+  t.shared_bytes = t.weights + t.fragments * 32;
+}
+
+inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
+  t.held_positions = 1;
+  t.boxes = 1;
+  for (int i = 0; i < 4; ++i) {
+    t.held[i] = i == 0 ? t.box[0] : (t.box[i] - 1) * t.bases[i - 1] + t.reach[i - 1];
+    t.held_positions *= t.held[i];
+    t.boxes *= ceil_div(i == 0 ? problem.batch : t.cells[i - 1], t.box[i]);
+  }
+  const int64_t block_columns = t.warp_columns * t.column_warps;
+  t.column_blocks = ceil_div(t.columns, block_columns);
+  const int64_t distinct = t.copies > 1 ? 1 : block_columns;
+  t.fragments = distinct * t.support_count();
+  t.step_bytes = round_up(t.held_positions, 8) * 32 + t.fragments * 256;
+  // Few long stages, but a team's share of a full multiprocessor.
+  const int64_t share = std::min<int64_t>(48 * 1024, kOverlapAddShared * t.team_warps() / kOverlapAddMaxWarps - 4096);
+  t.stage_steps = std::max<int64_t>(1, std::min(ceil_div(t.steps, t.teams), share / t.step_bytes));
+  overlap_add_share(t);
+}
+
+// Time of all blocks: that of the multiprocessor with most of them, in cycles.
+inline double overlap_add_time(const Problem& problem, const OverlapAddTile& t) {
+  const bool strict = problem.dtype == DType::kFloat32 && !problem.allow_tf32;
+  const double rows = overlap_add_rows(int(t.warp_columns)) / 16, entries = double(t.entry_count());
+  const double uses = double(t.support_count()) * double(t.warp_columns);
+  const double warp_step =
+      strict ? entries * (15 + 9 * rows) + uses * rows * 9 : entries * (15 + 4 * rows) + uses * (4 + rows * 4);
+  const double staging = (double(t.held_positions) * 55 + double(t.fragments) * 800) / 32;
+  const double step = (double(t.team_warps()) * warp_step + staging) / 4;
+  const int64_t blocks = t.boxes * t.column_blocks * problem.groups, warps = t.team_warps() * t.teams;
+  const int64_t by_shared = std::max<int64_t>(1, kOverlapAddShared / (t.shared_bytes + 1024));
+  const int64_t resident = std::min(by_shared, kOverlapAddMaxWarps / warps);
+  const int64_t most = ceil_div(blocks, int64_t{132});
+  // Few warps do not hide their latency.
+  const double latency = strict ? 12 : problem.element_size() == 4 ? 10 : 6;
+  const double idle = latency / double(std::min(resident, most) * warps);
+  return double(most) * step * double(t.steps) * (1 + idle) + 4000 * double(ceil_div(most, resident));
+}
+
+// The box of cells: shared_bytes stays 0 where there is none.
+inline void overlap_add_choose_box(const Problem& problem, OverlapAddTile& tile) {
+  OverlapAddTile best{};
+  double least = 0;
+  const auto consider = [&](OverlapAddTile& t, int64_t width) {
+    int64_t rest = t.row_warps * overlap_add_rows(int(t.warp_columns));
+    t.box[3] = std::min(width, t.cells[2]), rest /= t.box[3];
+    if (rest == 0) return;
+    t.box[2] = std::min(t.cells[1], rest), rest /= t.box[2];
+    t.box[1] = std::min(t.cells[0], rest), rest /= t.box[1];
+    t.box[0] = std::min(problem.batch, rest);
+    // Equal boxes.
+    for (int i = 1; i < 4; ++i) t.box[i] = ceil_div(t.cells[i - 1], ceil_div(t.cells[i - 1], t.box[i]));
+    overlap_add_finish(problem, t);
+    if (t.shared_bytes > kOverlapAddShared) return;
+    const double time = overlap_add_time(problem, t);
+    if (best.shared_bytes == 0 || time < least) best = t, least = time;
+  };
+  OverlapAddTile t = tile;
+  t.warp_columns = tile.columns % 3 == 0 ? 3 : std::min<int64_t>(2, tile.columns);
+  const int64_t most_columns = std::min<int64_t>(2, ceil_div(t.columns, t.warp_columns));
+  const bool one_row = t.cells[0] * t.cells[1] == 1;
+  for (t.column_warps = 1; t.column_warps <= most_columns; ++t.column_warps) {
+    for (const int64_t row_warps : {1, 2, 4, 5, 8}) {
+      t.row_warps = row_warps;
+      const int64_t most_teams = std::min({kOverlapAddMaxWarps / t.team_warps(), t.steps, int64_t{4}});
+      for (const int64_t teams : {int64_t{1}, most_teams}) {
+        t.teams = teams;
+        const int64_t rows = row_warps * overlap_add_rows(int(t.warp_columns));
+        if (one_row || t.cells[2] <= 64) consider(t, rows);
+        for (const int64_t width : {16, 32}) {
+          if (!one_row && width < t.cells[2]) consider(t, width);
+        }
+        if (most_teams <= 1) break;
+      }
+    }
+  }
+  tile = best;
+}
+
+inline OverlapAddTile overlap_add_tile(const Problem& problem) {
+  OverlapAddTile t{};
+  overlap_add_columns(problem, t);
+  t.steps = ceil_div(problem.in_channels_per_group() * problem.element_size(), 4 * kOverlapAddWords);
+  if (t.entry_count() <= 512) overlap_add_choose_box(problem, t);
+  return t;
+}
+
+// "" if the family can make the call, else a reason; the tile of what it can make.
+inline std::string overlap_add_refusal(const Problem& problem, OverlapAddTile& t) {
+  if (problem.dtype == DType::kFloat64) return "float64";
+  constexpr int64_t kLimit = int64_t{1} << 28;
+  for (const Axis& a : problem.axis) {
+    if (a.in >= kLimit || a.out() >= kLimit || a.padding >= kLimit || a.stride > 1024 || a.kernel > 8192 ||
+        a.dilation > 1024) {
+      return "a long axis, or a large kernel, stride, padding or dilation";
+    }
+  }
+  if (problem.batch >= kLimit || problem.in_channels >= 65536 || problem.out_channels >= 65536) {
+    return "a large batch or many channels";
+  }
+  if (problem.out_channels_per_group() > 32) return "more than 32 output channels a group";
+  if (problem.in_channels_per_group() < 8) return "fewer than 8 input channels a group";
+  if (problem.axis[0].stride * problem.axis[1].stride * problem.axis[2].stride == 1) return "a stride of 1";
+  if (problem.out_elements() == 0) return "";
+  if (problem.out_channels_per_group() * problem.kernel_positions() >= int64_t{1} << 30) return "a large kernel";
+  t = overlap_add_tile(problem);
+  if (t.shared_bytes == 0) return "taps that reach too far for the shared memory of a block";
+  // Offsets of a box are 32 bits of bytes.
+  if (double(t.box[0]) * double(problem.in_channels) * double(problem.in_positions()) >= double(int64_t{1} << 30)) {
+    return "a large input";
+  }
+  if (double(t.columns) >= 1e9 || double(t.boxes) * double(t.column_blocks) * double(problem.groups) >= 2e9)
+    return "too many tiles";
+  return "";
+}
+
+inline std::string overlap_add_refusal(const Problem& problem) {
+  OverlapAddTile tile{};
+  return overlap_add_refusal(problem, tile);
+}
+
+// Milliseconds on an H200, of what is not refused.
+inline double overlap_add_cost_ms(const Problem& problem) {
+  if (problem.out_elements() == 0) return 0;
+  const double rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.2e6 : 1.3e6;  // cycles
+  // channels_last: neighbouring outputs of a lane are apart.
+  const double apart =
+      problem.layout == Layout::kChannelsLast ? std::min(1.6e-9 * double(problem.out_channels), 1.5e-8) : 0;
+  return 0.011 + overlap_add_time(problem, overlap_add_tile(problem)) / rate + apart * double(problem.out_elements());
+}
+
+}  // namespace fastconvt

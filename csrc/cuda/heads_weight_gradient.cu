@@ -1,0 +1,106 @@
+#include "heads_weight_gradient.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "heads_gradient_params.h"
+#include "heads_weight_gradient_reduction.cuh"
+#include "occupancy.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+// Parts of the sum over boxes, each made by its own blocks.
+int64_t count_splits(const Problem& problem, const HeadsGradientTile& tile) {
+  constexpr int64_t kMaxElements = int64_t{16} << 20;  // of all partial sums together
+  int device = 0, processors = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess || processors < 1) {
+    processors = 128;
+  }
+  const int64_t resident =
+      std::min<int64_t>(heads_gradient_blocks(problem, true), kHeadsGradientShared / (tile.shared_bytes + 1024));
+  return std::max<int64_t>(1,
+                           std::min({std::max<int64_t>(1, resident) * processors / heads_gradient_kinds(problem, tile),
+                                     heads_gradient_boxes(problem, tile), kMaxElements / problem.weight_elements()}));
+}
+
+int64_t bias_workspace(const Problem& problem, int64_t splits) {
+  return round_up(splits * problem.out_channels * int64_t{sizeof(double)}, int64_t{16});
+}
+
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+
+template <class Traits>
+cudaError_t launch(const HeadsGradientParams& params, const HeadsGradientTile& tile, int kinds, cudaStream_t stream) {
+  const auto kernel = heads_weight_gradient_kernel<Traits>;
+  const int shared = static_cast<int>(tile.shared_bytes);
+  int blocks = 0;
+  const cudaError_t error =
+      count_resident_blocks(kernel, kHeadsGradientThreads, shared, static_cast<int>(kHeadsGradientShared), blocks);
+  if (error != cudaSuccess) return error;
+  kernel<<<dim3(params.splits, kinds), kHeadsGradientThreads, shared, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch_reduction(const HeadsGradientParams& p, const Problem& problem, void* grad_weight, void* grad_bias,
+                             cudaStream_t stream) {
+  HeadsReductionParams r{};
+  std::copy(p.axis, p.axis + 3, r.axis);
+  r.grad = p.grad, r.input = p.input, r.partial = p.partial, r.bias_partial = p.bias_partial;
+  r.grad_weight = grad_weight, r.grad_bias = grad_bias;
+  r.grad_strides = p.grad_strides, r.input_strides = p.input_strides;
+  r.weight_elements = p.weight_elements, r.batch = problem.batch;
+  r.group_in = p.group_in, r.group_out = p.group_out, r.pairs = p.pairs;
+  r.out_channels = p.out_channels, r.splits = p.splits;
+  const int64_t elements = r.weight_elements + (grad_bias != nullptr ? r.out_channels : 0);
+  const int64_t blocks = ceil_div(elements, int64_t{kHeadsReduced});
+  heads_weight_reduction_kernel<T><<<static_cast<unsigned>(blocks), kHeadsReduced * kHeadsReducers, 0, stream>>>(r);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t heads_weight_gradient_workspace(const Problem& problem) {
+  HeadsGradientTile tile{};
+  if (problem.in_elements() == 0 || !heads_gradient_refusal(problem, true, tile).empty()) return 0;
+  const int64_t splits = count_splits(problem, tile);
+  return bias_workspace(problem, splits) + splits * problem.weight_elements() * int64_t{sizeof(float)};
+}
+
+cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
+  HeadsGradientTile tile{};
+  if (problem.in_elements() == 0 || !heads_gradient_refusal(problem, true, tile).empty()) return cudaErrorNotSupported;
+  HeadsGradientParams params = heads_gradient_params(problem, tile, grad_output, input, nullptr, nullptr);
+  params.splits = static_cast<int>(count_splits(problem, tile));
+  params.bias_partial = grad_bias != nullptr ? static_cast<double*>(workspace) : nullptr;
+  params.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + bias_workspace(problem, params.splits));
+  const auto run = [&](auto tag, auto operands) {
+    using T = typename decltype(tag)::type;
+    constexpr HeadsOperands kOperands = decltype(operands)::value;
+    const auto launch_tile = [&](auto rows, auto columns) {
+      return launch<HeadsWeightGradientTraits<T, kOperands, decltype(rows)::value, decltype(columns)::value>>(
+          params, tile, static_cast<int>(heads_gradient_kinds(problem, tile)), stream);
+    };
+    cudaError_t error;
+    if (tile.channels == 16) {
+      error = tile.pairs <= 48 ? launch_tile(Int<1>{}, Int<6>{}) : launch_tile(Int<1>{}, Int<10>{});
+    } else {
+      error = tile.pairs <= 32   ? launch_tile(Int<2>{}, Int<4>{})
+              : tile.pairs <= 48 ? launch_tile(Int<2>{}, Int<6>{})
+                                 : launch_tile(Int<2>{}, Int<8>{});
+    }
+    return error != cudaSuccess ? error : launch_reduction<T>(params, problem, grad_weight, grad_bias, stream);
+  };
+  using Split = std::integral_constant<HeadsOperands, HeadsOperands::kSplit>;
+  using Tf32 = std::integral_constant<HeadsOperands, HeadsOperands::kTf32>;
+  using Halves = std::integral_constant<HeadsOperands, HeadsOperands::k16Bits>;
+  if (problem.dtype == DType::kFloat16) return run(TypeTag<__half>{}, Halves{});
+  if (problem.dtype == DType::kBFloat16) return run(TypeTag<__nv_bfloat16>{}, Halves{});
+  return problem.allow_tf32 ? run(TypeTag<float>{}, Tf32{}) : run(TypeTag<float>{}, Split{});
+}
+
+}  // namespace fastconvt::cuda

@@ -1,0 +1,13 @@
+// Heads by windows (csrc/core/heads_window.h), as the head family's launcher sees them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../core/heads_window.h"
+
+namespace fastconvt::cuda {
+
+cudaError_t launch_heads_window(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                void* output, cudaStream_t stream);
+
+}  // namespace fastconvt::cuda

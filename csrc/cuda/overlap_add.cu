@@ -1,0 +1,115 @@
+// The overlap-add family, host side: parameters of a problem and the template instance that runs it.
+#include "overlap_add.cuh"
+
+#include "dispatch.h"
+#include "launchers.h"
+#include "occupancy.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+OverlapAddAxis overlap_add_axis(const Axis& axis, const OverlapAddTile& tile, int a) {
+  OverlapAddAxis x{};
+  x.in = static_cast<int>(axis.in), x.out = static_cast<int>(axis.out());
+  x.kernel = static_cast<int>(axis.kernel), x.stride = static_cast<int>(axis.stride);
+  x.dilation = static_cast<int>(axis.dilation);
+  x.bases = static_cast<int>(tile.bases[a]);
+  x.copy_shift = tile.copies > 1 && a == tile.copy_axis ? static_cast<int>(tile.copy_shift) : 0;
+  x.step = x.stride * x.bases;
+  x.residues = x.copy_shift > 0 ? x.stride * x.copy_shift : x.step;
+  x.first_base = static_cast<int>(axis.base(0));
+  x.first = static_cast<int>(axis.base(0) * axis.stride - axis.padding);
+  x.cells = static_cast<int>(tile.cells[a]);
+  x.span = static_cast<int>(tile.span[a]), x.spans = static_cast<int>(tile.spans[a]);
+  x.low = static_cast<int>(tile.low[a]), x.reach = static_cast<int>(tile.reach[a]);
+  x.support = static_cast<int>(tile.support[a]);
+  x.by_stride = fast_divide(x.stride), x.by_dilation = fast_divide(x.dilation);
+  x.by_span = fast_divide(x.span), x.by_spans = fast_divide(x.spans);
+  x.by_reach = fast_divide(x.reach), x.by_support = fast_divide(x.support);
+  return x;
+}
+
+OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile& tile, const void* input,
+                                    const void* weight, const void* bias, void* output) {
+  OverlapAddParams p{};
+  p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.in = input_strides(problem), p.out = output_strides(problem);
+  for (int a = 0; a < 3; ++a) {
+    p.axis[a] = overlap_add_axis(problem.axis[a], tile, a);
+    p.definition[a] = axis_params(problem.axis[a]);
+    p.by_boxes[a] = fast_divide(static_cast<int>(ceil_div(tile.cells[a], tile.box[a + 1])));
+    p.by_box[a] = fast_divide(static_cast<int>(tile.box[a + 1]));
+    p.by_held[a] = fast_divide(static_cast<int>(tile.held[a + 1]));
+  }
+  p.batch = static_cast<int>(problem.batch), p.groups = static_cast<int>(problem.groups);
+  p.group_in = static_cast<int>(problem.in_channels_per_group());
+  p.group_out = static_cast<int>(problem.out_channels_per_group());
+  p.span_channels = static_cast<int>(tile.span_channels);
+  p.columns = static_cast<int>(tile.columns), p.copies = static_cast<int>(tile.copies);
+  p.row_warps = static_cast<int>(tile.row_warps), p.column_warps = static_cast<int>(tile.column_warps);
+  p.teams = static_cast<int>(tile.teams);
+  p.rows = 1;
+  for (int i = 0; i < 4; ++i) {
+    p.box[i] = static_cast<int>(tile.box[i]), p.held[i] = static_cast<int>(tile.held[i]);
+    p.rows *= p.box[i];
+  }
+  p.held_positions = static_cast<int>(tile.held_positions);
+  p.steps = static_cast<int>(tile.steps), p.stage_steps = static_cast<int>(tile.stage_steps);
+  p.fragments = static_cast<int>(tile.fragments);
+  p.entry_count = static_cast<int>(tile.entry_count()), p.support_count = static_cast<int>(tile.support_count());
+  p.weight_channel = problem.out_channels_per_group() * problem.kernel_positions();
+  p.half_bytes = static_cast<int>(round_up(tile.held_positions, int64_t{8})) * 16;
+  p.step_bytes = static_cast<int>(tile.step_bytes), p.stage_bytes = static_cast<int>(tile.stage_bytes);
+  p.entries = static_cast<int>(tile.entries), p.positions = static_cast<int>(tile.positions);
+  p.weights = static_cast<int>(tile.weights);
+  p.channels_last = problem.layout == Layout::kChannelsLast;
+  const int64_t vector = 16 / problem.element_size();
+  p.granules = p.channels_last && problem.in_channels % vector == 0 && p.group_in % vector == 0 &&
+               reinterpret_cast<uintptr_t>(input) % 16 == 0;
+  p.by_groups = fast_divide(p.groups);
+  p.by_entries = fast_divide(p.entry_count), p.by_support = fast_divide(p.support_count);
+  p.by_column_blocks = fast_divide(static_cast<int>(tile.column_blocks));
+  return p;
+}
+
+template <class Traits>
+cudaError_t launch(const OverlapAddParams& p, const OverlapAddTile& tile, cudaStream_t stream) {
+  const int shared = static_cast<int>(tile.shared_bytes),
+            threads = static_cast<int>(tile.team_warps() * tile.teams) * 32;
+  int blocks = 0;
+  const cudaError_t error =
+      count_resident_blocks(overlap_add_kernel<Traits>, threads, shared, kOverlapAddShared, blocks);
+  if (error != cudaSuccess) return error;
+  const int grid = static_cast<int>(tile.boxes * tile.column_blocks) * p.groups;
+  overlap_add_kernel<Traits><<<grid, threads, shared, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <typename T, OverlapAddPrecision kPrecision>
+cudaError_t dispatch_overlap_add(const OverlapAddParams& p, const OverlapAddTile& tile, cudaStream_t stream) {
+  if (tile.warp_columns == 3) return launch<OverlapAddTraits<T, kPrecision, 3>>(p, tile, stream);
+  return launch<OverlapAddTraits<T, kPrecision, 2>>(p, tile, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_overlap_add(const Problem& problem, const void* input, const void* weight, const void* bias,
+                               void* output, cudaStream_t stream) {
+  if (problem.out_elements() == 0) return cudaSuccess;
+  OverlapAddTile tile{};
+  if (!overlap_add_refusal(problem, tile).empty()) return cudaErrorNotSupported;
+  const OverlapAddParams p = overlap_add_params(problem, tile, input, weight, bias, output);
+  return dispatch_dtype(problem.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 8) {
+      return cudaErrorNotSupported;
+    } else if constexpr (sizeof(T) == 4) {
+      if (problem.allow_tf32) return dispatch_overlap_add<T, OverlapAddPrecision::kTf32>(p, tile, stream);
+      return dispatch_overlap_add<T, OverlapAddPrecision::kFloat32>(p, tile, stream);
+    } else {
+      return dispatch_overlap_add<T, OverlapAddPrecision::k16Bits>(p, tile, stream);
+    }
+  });
+}
+
+}  // namespace fastconvt::cuda
