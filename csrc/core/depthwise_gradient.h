@@ -17,6 +17,9 @@ inline constexpr int64_t kDepthwiseGradientTable = 30 * 1024;  // bytes of a blo
 inline constexpr int kDepthwiseGradientColumns = 4;            // of a thread, in contiguous tensors
 inline constexpr int kDepthwiseGradientReach = 4;              // rows, in channels_last: the input's gradient
 
+// Rows of a kernel that float32 adds one by one: more would lose accuracy on data that are all alike.
+inline constexpr int64_t kDepthwiseGradientRows = 40;
+
 // Of the weight's gradient: the input planes and rows that an output reaches, and its taps along the last axis.
 inline constexpr DepthwiseWindow kDepthwiseGradientWindows[] = {{1, 1, 2}, {1, 1, 4}, {1, 2, 2}, {1, 3, 3}, {2, 2, 2}};
 
@@ -62,6 +65,16 @@ inline std::string depthwise_gradient_refusal(const Problem& problem) {
   return "";
 }
 
+// Whether the kernels for a closed list of the last axis' shapes make the input's gradient, unless rows are odd.
+inline bool depthwise_input_window(const Problem& problem) {
+  const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
+  const bool listed = width.stride == 1 ? width.kernel <= 3
+                                        : (width.stride <= 4 || width.stride == 8) && width.kernel <= 2 * width.stride;
+  if (!listed || width.dilation != 1 || problem.out_channels != problem.groups || height.stride > 128) return false;
+  if (problem.dtype == DType::kFloat32 && depth.kernel * height.kernel > kDepthwiseGradientRows) return false;
+  return depthwise_reach(height) <= (width.stride == 1 ? 3 : 2);
+}
+
 inline std::string depthwise_input_gradient_refusal(const Problem& original) {
   const Problem problem = depthwise_gradient_view(original);
   const std::string refusal = depthwise_gradient_refusal(problem);
@@ -74,6 +87,10 @@ inline std::string depthwise_input_gradient_refusal(const Problem& original) {
     if (rows * double(width.kernel) * 4 > double(kDepthwiseGradientTable))
       return "a kernel too large for shared memory";
     if (problem.axis[1].stride > 256) return "a stride of more than 256 along the height";
+    if (problem.dtype == DType::kFloat32 && !depthwise_input_window(problem) &&
+        rows * double(ceil_div<int64_t>(width.kernel, 4)) > 4 * double(kDepthwiseGradientRows)) {
+      return "a kernel of too many taps for sums in float32";
+    }
     return "";
   }
   if (depthwise_taps(width) > 4) return "too many taps along the last axis";
@@ -94,8 +111,7 @@ inline std::string depthwise_weight_gradient_refusal(const Problem& original) {
 // Milliseconds on an H200, roughly: memory, or instructions by output and product.
 inline double depthwise_input_gradient_cost_ms(const Problem& original) {
   const Problem problem = depthwise_gradient_view(original);
-  const Axis& width = problem.axis[2];
-  const bool window = width.dilation == 1 && problem.out_channels == problem.groups && width.kernel <= 2 * width.stride;
+  const bool window = depthwise_input_window(problem);
   const double instructions = double(problem.out_elements()) * (window ? 1.2e-9 : 2e-9) + problem.macs() * 1.5e-10;
   return 0.008 + std::max(problem.bytes() / 3.4e9, instructions);
 }

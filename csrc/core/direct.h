@@ -114,9 +114,9 @@ inline bool direct_marches(const Problem& problem) {
 inline std::string direct_refusal(const Problem& original) {
   const Problem problem = direct_view(original);
   if (problem.dtype == DType::kFloat64) return "float64";
-  if (std::max(problem.in_channels_per_group(), problem.out_channels_per_group()) > 32) {
-    return "more than 32 channels a group";
-  }
+  const int64_t in_channels = problem.in_channels_per_group(), out_channels = problem.out_channels_per_group();
+  if (std::min(in_channels, out_channels) < 1) return "no channels";
+  if (std::max(in_channels, out_channels) > 32) return "more than 32 channels a group";
   constexpr int64_t kLimit = int64_t{1} << 30;
   for (const Axis& axis : problem.axis) {
     if (std::max({axis.kernel, axis.stride, axis.dilation}) >= 1 << 14 || axis.padding >= kLimit / 2) {
@@ -159,10 +159,10 @@ inline double direct_cost_ms(const Problem& original) {
   if (size == 2 && marches && window.stride == 2) {
     const double bytes_per_ms = !channels_last      ? (window.width == 2 ? 2.9e9 : 2.5e9)
                                 : window.width == 2 ? 2.3e9
-                                                    : 1.1e9;
+                                                    : 1.9e9;
     return 0.005 + problem.bytes() / bytes_per_ms;
   }
-  const double rate = marches ? (channels_last ? 4.8e9 : 8e9) : channels_last ? 5e9 : 3.4e9;
+  const double rate = marches ? (channels_last ? 4.8e9 : 8e9) : channels_last ? 5e9 : 3.2e9;
   return 0.005 + std::max(problem.bytes() / (channels_last ? 2.6e9 : 3.5e9), products / rate);
 }
 

@@ -35,9 +35,8 @@ struct HeadsGradientTile {
   int64_t positions = 32;                     // of a box, rounded up
   int64_t channels = 16, channel_chunks = 1;  // of the input, in a block
   int64_t pairs = 1, pair_chunks = 1;         // in a block
-  int64_t column =
-      1;             // staged elements of a place of the width: channels_last has all output channels of a group there
-  int64_t rows = 1;  // staged; contiguous: for each output channel
+  int64_t column = 1;  // staged elements of a place of the width; channels_last: the group's output channels
+  int64_t rows = 1;    // staged; contiguous: for each output channel
   int64_t row_pitch = 0, grad_bytes = 0;
   int64_t input_pitch = 0, input_bytes = 0;  // the weight's gradient stages inputs, too
   int64_t bias_items = 0;                    // sums of 32 lanes that add up to the bias's gradient
@@ -63,6 +62,16 @@ inline int64_t heads_gradient_boxes(const Problem& p, const HeadsGradientTile& t
 // (group, channel chunk, pair chunk): a block keeps one.
 inline int64_t heads_gradient_kinds(const Problem& p, const HeadsGradientTile& t) {
   return p.groups * t.channel_chunks * t.pair_chunks;
+}
+
+// Whether each output is one position's in exactly one of the taps from the padding on, as many as the stride, of each
+// axis: the bias's gradient is a sum of products' right operands then.
+inline bool heads_bias_by_pairs(const Problem& p) {
+  for (const Axis& a : p.axis) {
+    if (a.dilation != 1 && a.kernel != 1) return false;
+    if (a.kernel < a.padding + a.stride || a.kernel + a.output_padding > a.stride + 2 * a.padding) return false;
+  }
+  return true;
 }
 
 // Words from `least` on that are 12 or 20 modulo 32, so that a few rows lie in banks of their own.
@@ -117,13 +126,20 @@ inline void heads_gradient_finish(const Problem& p, bool of_weight, int64_t budg
     product = (chunks * (split ? 70 : 44) + (chunks * (split ? 46 : 12) + 26) * rows / groups + 60) *
               double(ceil_div(t.positions / 32 * int64_t(groups), int64_t{kHeadsGradientWarps}));
   }
-  const double issued = 200 + product + 14 * copies + 8 * inputs;
+  const double issued = (of_weight ? 400 : 200) + product + 14 * copies + 8 * inputs;
   // Memory takes short runs badly.
   const int64_t run = t.box[2] < p.axis[2].in ? t.box[2] : t.box[1] * t.box[2];
   const bool side_by_side = channels_last && p.groups == 1 && t.channel_chunks == 1;
   const double run_bytes = double(channels_last ? (side_by_side ? run : 1) * t.channels : run) * double(size);
   const double bytes = double(t.positions * std::min(t.channels, p.in_channels_per_group()) * size);
-  t.cycles = std::max(issued / 0.6, bytes / 19 * (1 + 128 / run_bytes) + double(t.grad_bytes) / 38);
+  // Where runs begin decides how many bytes move at a time, most of all to memory.
+  const int64_t rows = t.tiles[1] == 1 && t.box[0] == 1 ? p.axis[1].in : t.box[1];
+  const int64_t begins = t.tiles[2] > 1 ? t.box[2] | p.axis[2].in : rows * p.axis[2].in | p.in_positions();
+  const int64_t step = size * (channels_last ? p.in_channels : begins);
+  const int narrow = step % 16 == 0 ? 0 : step % 8 == 0 ? 1 : step % 4 == 0 ? 2 : 3;
+  const double slower = of_weight ? 1 + 0.15 * narrow : 1 + 1.3 * narrow;
+  t.cycles = std::max(issued / 0.6, bytes / 19 * (slower + 4096 / (run_bytes * run_bytes)) + double(t.grad_bytes) / 38);
+  if (!of_weight && t.stages < 4) t.cycles *= t.stages == 2 ? 1.18 : 1.05;
 }
 
 // The box with the least work in the fullest rounds of blocks.
@@ -132,13 +148,13 @@ inline void heads_gradient_choose_box(const Problem& p, bool of_weight, int64_t 
   tile.blocks = blocks;
   HeadsGradientTile best{};
   double least = 0;
-  const int64_t first = ceil_div(width, int64_t{256});
+  const auto even = [width](int64_t most) { return round_up(ceil_div(width, ceil_div(width, most)), int64_t{8}); };
   int64_t before = 0;
-  for (const int64_t cuts : {first, first + 1, 2 * first, 4 * first}) {
+  for (const int64_t columns : {width, int64_t{128}, even(128), int64_t{64}, even(64), int64_t{32}}) {
     HeadsGradientTile t = tile;
-    t.box[2] = cuts == 1 ? width : round_up(ceil_div(width, cuts), int64_t{8});
-    if (t.box[2] == before || (cuts > first && t.box[2] < 32)) continue;
-    before = t.box[2];
+    t.box[2] = columns;
+    if (columns > std::min<int64_t>(width, 256) || columns == before) continue;
+    before = columns;
     for (const int64_t height : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16}) {
       if (height > p.axis[1].in || height * t.box[2] > kHeadsGradientMaxBox) break;
       for (const int64_t depth : {1, 2, 4}) {
@@ -171,7 +187,7 @@ inline HeadsGradientTile heads_gradient_tile(const Problem& p, bool of_weight, i
     t.pairs = round_up(ceil_div(pairs, t.pair_chunks), int64_t{8});
     const int64_t out = p.out_channels_per_group();
     const int64_t items = p.layout == Layout::kChannelsLast ? ceil_div(out, int64_t{32}) : out;
-    t.bias_items = items * ceil_div(int64_t{kHeadsGradientWarps}, items);
+    if (!heads_bias_by_pairs(p)) t.bias_items = items * ceil_div(int64_t{kHeadsGradientWarps}, items);
   } else {
     const int64_t bytes = heads_gradient_split(p) ? 128 : p.element_size() == 4 ? 64 : 32;  // of a channel and 16 pairs
     // A lane of 16 bits and channels_last has channels of two tiles of 16.
@@ -194,19 +210,20 @@ inline HeadsGradientTile heads_gradient_tile(const Problem& p, bool of_weight) {
   const auto cost = [&](const HeadsGradientTile& x) {
     return x.cycles * double(heads_gradient_boxes(p, x) * x.channel_chunks);
   };
-  return t.stages == 0 || (half.stages > 0 && cost(half) < cost(t)) ? half : t;
+  return t.stages == 0 || (half.stages > 0 && cost(half) < 1.25 * cost(t)) ? half : t;
 }
 
 inline std::string heads_gradient_refusal(const Problem& p, bool of_weight, HeadsGradientTile& t) {
   constexpr int64_t kMaxAttribute = 4096, kMaxSize = int64_t{1} << 30;
   if (p.dtype == DType::kFloat64) return "float64";
-  if (p.in_elements() == 0 || p.out_elements() == 0) return "an empty problem";
   for (const Axis& axis : p.axis) {
     if (std::max({axis.kernel, axis.stride, axis.padding, axis.dilation, axis.output_padding}) > kMaxAttribute) {
       return "a kernel, stride, padding or dilation of more than 4096";
     }
     if (std::max(axis.in, axis.out()) >= kMaxSize) return "an axis of 2^30 or more";
+    if (std::min(axis.in, axis.out()) < 1) return "an empty problem";
   }
+  if (std::min({p.batch, p.in_channels, p.out_channels}) < 1) return "an empty problem";
   if (std::max({p.batch, p.in_channels, p.out_channels}) >= kMaxSize) return "a batch or channels of 2^30 or more";
   if (double(p.out_channels_per_group()) * double(p.kernel_positions()) > double(kHeadsGradientMaxPairs)) {
     return "more than 512 pairs of an output channel of a group and a tap";
@@ -245,12 +262,9 @@ inline double heads_gradient_ms(const Problem& p, const HeadsGradientTile& t) {
   return whole * double(t.blocks) * t.cycles / 1.7e6;
 }
 
-// Rows that are not copied by 16 bytes, and groups that are interleaved in memory, take longer.
+// Groups that are interleaved in memory take longer.
 inline double heads_gradient_penalty(const Problem& p) {
-  const bool channels_last = p.layout == Layout::kChannelsLast;
-  if (channels_last && p.groups > 1) return 1.8;
-  const int64_t columns = channels_last ? p.in_channels : p.axis[2].in;
-  return columns * p.element_size() % 16 != 0 ? 1.6 : 1;
+  return p.layout == Layout::kChannelsLast && p.groups > 1 ? 1.8 : 1;
 }
 
 inline double heads_input_gradient_cost_ms(const Problem& p) {
@@ -260,7 +274,8 @@ inline double heads_input_gradient_cost_ms(const Problem& p) {
 }
 inline double heads_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  return 0.014 + 1.65 * heads_gradient_penalty(p) * heads_gradient_ms(p, heads_gradient_tile(p, true));
+  const double slower = heads_gradient_split(p) ? 1.4 : p.element_size() == 4 ? 1.3 : 1.15;
+  return 0.014 + slower * heads_gradient_penalty(p) * heads_gradient_ms(p, heads_gradient_tile(p, true));
 }
 
 }  // namespace fastconvt

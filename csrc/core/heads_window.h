@@ -18,7 +18,7 @@ namespace fastconvt {
 inline constexpr int kHeadsWindowRows = 4;     // bases of the mid axis that a warp holds
 inline constexpr int kHeadsWindowColumns = 8;  // of the product
 // Bytes of a row of inputs in shared memory (csrc/cuda/heads_window_load.cuh).
-inline constexpr int kHeadsWindowPlanesSlot = 1280, kHeadsWindowPixelsSlot = 1216;
+inline constexpr int kHeadsWindowPlanesSlot = 1280, kHeadsWindowPixelsSlot = 1344;
 inline constexpr int kHeadsWindowWarps = 8;
 inline constexpr int kHeadsWindowUnit = 32;  // positions of the last axis that a warp holds
 inline constexpr int64_t kHeadsWindowShared = 227 * 1024;
@@ -112,11 +112,8 @@ inline double heads_window_cost_ms(const Problem& problem) {
   const bool halves = problem.element_size() == 2, channels_last = problem.layout == Layout::kChannelsLast;
   const double step = halves ? 2.4e-3 : problem.allow_tf32 ? 1.7e-3 : 2.7e-3;
   const int64_t row = channels_last ? problem.in_channels_per_group() * problem.element_size() / 4 : problem.axis[2].in;
-  const double copies = row % 4 == 0 ? (!channels_last                  ? 1
-                                        : problem.allow_tf32 && !halves ? 1.6
-                                                                        : 1.3)
-                        : halves     ? 3.5
-                                     : 2;
+  double copies = channels_last ? problem.allow_tf32 && !halves ? 1.5 : 1.3 : 1;
+  if (row % 4 != 0) copies = halves ? 3.5 : 2;
   return (t.marches ? 0.018 : 0.012) + turns * double(t.steps) * step * copies;
 }
 

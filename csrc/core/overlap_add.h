@@ -45,6 +45,8 @@ struct OverlapAddTile {
   int64_t teams;                    // each makes a share of the steps
   std::array<int64_t, 4> box;       // cells of a block: batch, depth, height, width
   std::array<int64_t, 4> held;      // positions of the input that they reach
+  bool pairs;                       // positions are read two at a time
+  int64_t lead;                     // of them, before the first one along the width: they begin even
   int64_t held_positions;
   int64_t steps;        // of kOverlapAddWords words of input channels
   int64_t stage_steps;  // that are staged at once
@@ -115,10 +117,16 @@ inline void overlap_add_share(OverlapAddTile& t) {
 }
 
 inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
+  // Contiguous positions are read in pairs where no pair is torn.
+  const Axis& width = problem.axis[2];
+  t.pairs = problem.layout == Layout::kContiguous && width.in % 2 == 0 &&
+            (t.box[3] * t.bases[2] % 2 == 0 || t.box[3] == t.cells[2]);
+  t.lead = t.pairs ? (width.base(0) + t.low[2]) & 1 : 0;
   t.held_positions = 1;
   t.boxes = 1;
   for (int i = 0; i < 4; ++i) {
     t.held[i] = i == 0 ? t.box[0] : (t.box[i] - 1) * t.bases[i - 1] + t.reach[i - 1];
+    if (i == 3 && t.pairs) t.held[3] = round_up(t.lead + t.held[3], int64_t{2});
     t.held_positions *= t.held[i];
     t.boxes *= ceil_div(i == 0 ? problem.batch : t.cells[i - 1], t.box[i]);
   }
@@ -128,7 +136,8 @@ inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
   t.fragments = distinct * t.support_count();
   t.step_bytes = round_up(t.held_positions, 8) * 32 + t.fragments * 256;
   // Few long stages, but a team's share of a full multiprocessor.
-  const int64_t share = std::min<int64_t>(48 * 1024, kOverlapAddShared * t.team_warps() / kOverlapAddMaxWarps - 4096);
+  const int64_t share = std::min<int64_t>((problem.element_size() == 4 ? 56 : 48) * 1024,
+                                          kOverlapAddShared * t.team_warps() / kOverlapAddMaxWarps - 4096);
   t.stage_steps = std::max<int64_t>(1, std::min(ceil_div(t.steps, t.teams), share / t.step_bytes));
   overlap_add_share(t);
 }
@@ -217,6 +226,7 @@ inline std::string overlap_add_refusal(const Problem& problem, OverlapAddTile& t
   if (problem.in_channels_per_group() < 8) return "fewer than 8 input channels a group";
   if (problem.axis[0].stride * problem.axis[1].stride * problem.axis[2].stride == 1) return "a stride of 1";
   if (problem.out_elements() == 0) return "";
+  if (problem.in_positions() == 0) return "an empty input";
   if (problem.out_channels_per_group() * problem.kernel_positions() >= int64_t{1} << 30) return "a large kernel";
   t = overlap_add_tile(problem);
   if (t.shared_bytes == 0) return "taps that reach too far for the shared memory of a block";
@@ -237,11 +247,13 @@ inline std::string overlap_add_refusal(const Problem& problem) {
 // Milliseconds on an H200, of what is not refused.
 inline double overlap_add_cost_ms(const Problem& problem) {
   if (problem.out_elements() == 0) return 0;
+  const OverlapAddTile t = overlap_add_tile(problem);
+  if (t.shared_bytes == 0) return 1e9;
   const double rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.2e6 : 1.3e6;  // cycles
   // channels_last: neighbouring outputs of a lane are apart.
   const double apart =
       problem.layout == Layout::kChannelsLast ? std::min(1.6e-9 * double(problem.out_channels), 1.5e-8) : 0;
-  return 0.011 + overlap_add_time(problem, overlap_add_tile(problem)) / rate + apart * double(problem.out_elements());
+  return 0.011 + overlap_add_time(problem, t) / rate + apart * double(problem.out_elements());
 }
 
 }  // namespace fastconvt

@@ -163,6 +163,7 @@ cudaError_t dispatch(const Problem& problem, const Call& call) {
 cudaError_t launch_depthwise_input_gradient(const Problem& original, const void* grad_output, const void* weight,
                                             void* grad_input, cudaStream_t stream) {
   if (!depthwise_input_gradient_refusal(original).empty()) return cudaErrorNotSupported;
+  if (original.in_elements() == 0) return cudaSuccess;
   const Problem problem = depthwise_gradient_view(original);
   const cudaError_t error = launch_depthwise_input_window(problem, grad_output, weight, grad_input, stream);
   if (error != cudaErrorNotSupported) return error;

@@ -85,25 +85,36 @@ struct DepthwiseInputSums {
   __device__ __forceinline__ void add_planes(const DepthwiseInputParams& p, const T* row, int first,
                                              const int (&place)[kColumns], const float* weights, int step) {
     const AxisParams& depth = p.axis[0];
+    constexpr int kFirst = 16;  // planes that are added first, so that no chain of float32 sums is long
+#pragma unroll 1
+    for (int begin = 0; begin < depth.kernel; begin += kFirst) {
+      float part[kDepthwiseInputRows][kTaps][kColumns] = {};
+      const int end = min(begin + kFirst, depth.kernel);
 #pragma unroll 2
-    for (int tz = 0; tz < depth.kernel; ++tz, weights += step) {
-      T grad[kDepthwiseInputRows][kColumns];
+      for (int tz = begin; tz < end; ++tz, weights += step) {
+        T grad[kDepthwiseInputRows][kColumns];
 #pragma unroll
-      for (int r = 0; r < kDepthwiseInputRows; ++r) {
-        const int gz = first + r * depth.stride + tz * depth.dilation;
-        const bool exists = static_cast<unsigned>(gz) < static_cast<unsigned>(depth.out);
-        const T* plane = row + gz * p.grad_plane;
+        for (int r = 0; r < kDepthwiseInputRows; ++r) {
+          const int gz = first + r * depth.stride + tz * depth.dilation;
+          const bool exists = static_cast<unsigned>(gz) < static_cast<unsigned>(depth.out);
+          const T* plane = row + gz * p.grad_plane;
 #pragma unroll
-        for (int e = 0; e < kColumns; ++e) grad[r][e] = exists ? plane[place[e]] : T{};
-      }
-      const auto weight = *reinterpret_cast<const Pack<float, kTaps>*>(weights);
-#pragma unroll
-      for (int r = 0; r < kDepthwiseInputRows; ++r) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-#pragma unroll
-          for (int t = 0; t < kTaps; ++t) sum[r][t][i] += weight.value[t] * to_accumulator(grad[r][i]);
+          for (int e = 0; e < kColumns; ++e) grad[r][e] = exists ? plane[place[e]] : T{};
         }
+        const auto weight = *reinterpret_cast<const Pack<float, kTaps>*>(weights);
+#pragma unroll
+        for (int r = 0; r < kDepthwiseInputRows; ++r) {
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) {
+#pragma unroll
+            for (int t = 0; t < kTaps; ++t) part[r][t][i] += weight.value[t] * to_accumulator(grad[r][i]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kDepthwiseInputRows * kTaps * kColumns; ++i) {
+        const int r = i / (kTaps * kColumns), t = i / kColumns % kTaps;
+        sum[r][t][i % kColumns] += part[r][t][i % kColumns];
       }
     }
   }
@@ -137,13 +148,14 @@ __device__ __forceinline__ void fold(const DepthwiseInputParams& p, const Depthw
     x += tile.x;
     const float* line = saved + row * kTaps * p.pitch;
     int column = x * width.stride - width.padding;
-    float sum = 0;
+    float sum = 0, part = 0;
     int left = step;
 #pragma unroll 4
     for (int t = 0; t < width.kernel; ++t, column += width.dilation) {
-      if (static_cast<unsigned>(column) < static_cast<unsigned>(width.out)) sum += line[skewed(column - tile.first)];
-      if (--left == 0) left = step, line += p.pitch;
+      if (static_cast<unsigned>(column) < static_cast<unsigned>(width.out)) part += line[skewed(column - tile.first)];
+      if (--left == 0) left = step, line += p.pitch, sum += part, part = 0;
     }
+    sum += part;
     T* target = static_cast<T*>(p.output) + tile.sample * p.output_batch + channel * p.output_channel +
                 z * p.output_plane + static_cast<int64_t>(y) * p.output_row + x;
     *target =
@@ -152,7 +164,7 @@ __device__ __forceinline__ void fold(const DepthwiseInputParams& p, const Depthw
 }
 
 template <typename T, int kTaps>
-__global__ void __launch_bounds__(kDepthwiseGradientThreads, kTaps > 2 ? 2 : 3)
+__global__ void __launch_bounds__(kDepthwiseGradientThreads, 2)
     depthwise_input_gradient_kernel(const __grid_constant__ DepthwiseInputParams p) {
   extern __shared__ __align__(16) float shared[];
   float* saved = shared + p.table_size;

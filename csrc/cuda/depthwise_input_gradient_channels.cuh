@@ -45,26 +45,34 @@ struct DepthwiseChannelSums {
   __device__ __forceinline__ void add_row(const DepthwiseInputParams& p, const T* row, const int (&first)[kCount],
                                           const float* const (&weights)[kReach], int tile) {
     const AxisParams& width = p.axis[2];
-#pragma unroll 4
-    for (int t = 0; t < width.kernel; ++t) {
-      Pack<T, kVector> grad[kCount];
+    constexpr int kTaps = 4;  // added first, so that no chain of float32 sums is long
+#pragma unroll 1
+    for (int t = 0; t < width.kernel; t += kTaps) {
+      Pack<T, kVector> grad[kTaps][kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int x = first[i] + t * width.dilation;
-        grad[i] = Pack<T, kVector>{};
-        if (static_cast<unsigned>(x) < static_cast<unsigned>(width.out)) {
-          grad[i] = *reinterpret_cast<const Pack<T, kVector>*>(row + x * p.grad_column);
+      for (int i = 0; i < kTaps * kCount; ++i) {
+        const int tap = t + i / kCount, x = first[i % kCount] + tap * width.dilation;
+        grad[i / kCount][i % kCount] = Pack<T, kVector>{};
+        if (tap < width.kernel && static_cast<unsigned>(x) < static_cast<unsigned>(width.out)) {
+          grad[i / kCount][i % kCount] = *reinterpret_cast<const Pack<T, kVector>*>(row + x * p.grad_column);
         }
       }
 #pragma unroll
       for (int w = 0; w < kReach; ++w) {
         if (weights[w] == nullptr) continue;
-        const auto weight = *reinterpret_cast<const Pack<float, kVector>*>(weights[w] + t * tile);
+        float part[kCount][kVector] = {};
 #pragma unroll
-        for (int i = 0; i < kCount * kVector; ++i) {
-          const int v = i % kVector;
-          sum[w][i / kVector][v] += weight.value[v] * to_accumulator(grad[i / kVector].value[v]);
+        for (int i = 0; i < kTaps; ++i) {
+          const int tap = min(t + i, width.kernel - 1);
+          const auto weight = *reinterpret_cast<const Pack<float, kVector>*>(weights[w] + tap * tile);
+#pragma unroll
+          for (int e = 0; e < kCount * kVector; ++e) {
+            part[e / kVector][e % kVector] +=
+                weight.value[e % kVector] * to_accumulator(grad[i][e / kVector].value[e % kVector]);
+          }
         }
+#pragma unroll
+        for (int e = 0; e < kCount * kVector; ++e) sum[w][e / kVector][e % kVector] += part[e / kVector][e % kVector];
       }
     }
   }

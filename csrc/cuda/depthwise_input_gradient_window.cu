@@ -10,7 +10,7 @@ namespace fastconvt::cuda {
 namespace {
 
 constexpr int64_t kChannelVector = 4;
-constexpr int64_t kWindowThreads = 128;  // of a block, where a channel vector of it suffices
+constexpr int64_t kWindowThreads = 128;  // of a block; twice as many share large weights
 constexpr double kWindowSetup = 2;       // of a thread, in rows
 constexpr int64_t kWindowShared = 40 * 1024;
 
@@ -75,7 +75,8 @@ DepthwiseWindowParams make_window_params(Problem problem, int64_t& tiles, int64_
     tiles = ceil_div(all, vectors);
     vectors = ceil_div(all, tiles);
   }
-  const int64_t threads = std::max(vectors, kWindowThreads);
+  const bool many = Shape::kVector > 1 && window_shared<Shape>(problem, vectors) > kWindowShared / 4;
+  const int64_t threads = std::max(vectors, many ? 2 * kWindowThreads : kWindowThreads);
   p.groups = static_cast<int>(std::min(groups, threads / vectors));
   chunks = ceil_div<int64_t>(groups, p.groups);
   p.groups = static_cast<int>(ceil_div(groups, chunks));
@@ -146,17 +147,12 @@ cudaError_t dispatch_window(const Problem& problem, const Call& call) {
 template <typename T>
 cudaError_t dispatch_shape(const Problem& problem, const Call& call) {
   const Axis& width = problem.axis[2];
-  const int64_t reach = depthwise_reach(problem.axis[1]);
-  if (width.dilation != 1 || problem.out_channels != problem.groups || problem.axis[1].stride > 128) {
-    return cudaErrorNotSupported;
-  }
-  if (width.stride == 1 && width.kernel <= 3 && reach <= 3) return dispatch_window<T, 3, 1, 2, 4, 1>(problem, call);
-  if (reach > 2) return cudaErrorNotSupported;
-  if (width.stride == 2 && width.kernel <= 4) return dispatch_window<T, 4, 2, 2, 4, 1>(problem, call);
-  if (width.stride == 3 && width.kernel <= 6) return dispatch_window<T, 6, 3, 1, 1, kNoLead>(problem, call);
-  if (width.stride == 4 && width.kernel <= 8) return dispatch_window<T, 8, 4, 1, 1, kNoLead>(problem, call);
-  if (width.stride == 8 && width.kernel <= 16) return dispatch_window<T, 16, 8, 1, 1, 0>(problem, call);
-  return cudaErrorNotSupported;
+  if (!depthwise_input_window(problem)) return cudaErrorNotSupported;
+  if (width.stride == 1) return dispatch_window<T, 3, 1, 2, 4, 1>(problem, call);
+  if (width.stride == 2) return dispatch_window<T, 4, 2, 2, 4, 1>(problem, call);
+  if (width.stride == 3) return dispatch_window<T, 6, 3, 1, 1, kNoLead>(problem, call);
+  if (width.stride == 4) return dispatch_window<T, 8, 4, 1, 1, kNoLead>(problem, call);
+  return dispatch_window<T, 16, 8, 1, 1, 0>(problem, call);
 }
 
 }  // namespace

@@ -61,19 +61,27 @@ struct DepthwiseWindowSums {
 
   __device__ __forceinline__ void add(const DepthwiseWindowColumns<Shape>& grad, const float* table,
                                       const DepthwiseWindowItem& row) {
+    // In float32 a row's products first, so that no chain of sums is long.
+    constexpr bool kRowFirst = sizeof(T) == 4;
 #pragma unroll
     for (int w = 0; w < kReach; ++w) {
       const float* weights = table + row.weights[w];
+      float part[kInputs][kVector] = {};
 #pragma unroll
       for (int i = 0; i < (Shape::kKernel * kVector + 3) / 4; ++i) {
         const auto pack = reinterpret_cast<const Pack<float, 4>*>(weights)[i];
 #pragma unroll
         for (int e = 0; e < 4 * kInputs; ++e) {
           const int at = 4 * i + e / kInputs, tap = at / kVector, v = at % kVector, input = e % kInputs;
-          if (tap < Shape::kKernel) {
-            sum[w][input][v] += pack.value[e / kInputs] * grad.at(input * Shape::kStride + tap, v);
-          }
+          if (tap >= Shape::kKernel) continue;
+          const float product = pack.value[e / kInputs] * grad.at(input * Shape::kStride + tap, v);
+          float& to = kRowFirst ? part[input][v] : sum[w][input][v];
+          to = kRowFirst && tap == 0 ? product : to + product;
         }
+      }
+#pragma unroll
+      for (int i = 0; i < kInputs * kVector; ++i) {
+        if (kRowFirst) sum[w][i / kVector][i % kVector] += part[i / kVector][i % kVector];
       }
     }
   }

@@ -24,8 +24,8 @@ struct DepthwiseWindowShape {
   static constexpr int kBatch = kStride % 2 == 1 || kElements > (kLead == kNoLead ? 12 : 16) ? 1 : 2;
   static constexpr bool kAhead = kBatch * kWords <= 24 && kBatch * kElements <= 32;
   static constexpr int kRegisters = (kAhead ? 2 : 1) * kBatch * kWords + kReach * kInputs * kVector +
-                                    (sizeof(T) == 2 ? kBatch * kElements / 2 : 0);  // of these
-  static constexpr int kResident = kRegisters <= 24 ? 3 : 2;                        // blocks a multiprocessor
+                                    (sizeof(T) == 2 ? kBatch * kElements / 2 : 0);                   // of these
+  static constexpr int kResident = kRegisters <= 24 ? 3 : kElements > 32 && sizeof(T) == 2 ? 1 : 2;  // blocks
 };
 
 // A row of the output's gradient that a base of the height reads: one for each phase of the height and plane.

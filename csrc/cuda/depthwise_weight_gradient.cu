@@ -63,8 +63,8 @@ void choose_threads(const Problem& problem, Tile& t) {
 // rows before it, a block its set-up and its sums, and the last round of blocks is rarely full. Partial sums are few
 // against what is read, and walks not so long that float32 sums suffer.
 Tile choose_tile(const Problem& problem, Form form) {
-  constexpr int64_t kMaxMarch = 64, kMaxSteps = 2048, kMaxElements = int64_t{16} << 20;
-  constexpr double kWalk = 4, kBlock = 24;  // in steps
+  constexpr int64_t kMaxTurns = 16, kMaxElements = int64_t{16} << 20;
+  constexpr double kWalk = 4, kBlock = 24, kAlone = 3;  // in steps; a step that is not one of several that go together
   Tile t;
   t.form = form;
   t.flat = problem.axis[0].is_trivial() && problem.axis[1].is_trivial();
@@ -77,17 +77,20 @@ Tile choose_tile(const Problem& problem, Form form) {
   const int64_t partial = problem.weight_elements() + depth.stride * height.stride * problem.out_channels;
   const int64_t most = std::max<int64_t>(1, std::min(kMaxElements, problem.out_elements() / 16) / partial);
   const double resident = 132 * (form == Form::kChannel ? 4 : 2);
+  const bool large = depthwise_gradient_window(problem) >= 3;  // not added in steps
+  const int64_t together = form == Form::kChannel ? 8 : form == Form::kColumns ? 4 : 2, longest = large ? 24 : 48;
   double best = 1e300;
-  for (int64_t segments = ceil_div(steps, kMaxMarch), tried = 0; tried < 6 && segments <= steps; ++segments, ++tried) {
+  for (int64_t segments = ceil_div(steps, longest), tried = 0; tried < 6 && segments <= steps; ++segments, ++tried) {
     const int64_t march = ceil_div(steps, segments), units = walks * ceil_div(steps, march);
-    const int64_t least = std::min(kMaxSteps / march, ceil_div(units, t.slots * most));
-    for (int64_t turns = std::max<int64_t>(1, least), i = 0; i < 8; turns += ceil_div<int64_t>(turns, 4), ++i) {
+    const double alone = double(march % together);
+    const double walk = double(march) - alone + kAlone * alone + kWalk;
+    const int64_t least = std::min(kMaxTurns, ceil_div(units, t.slots * most));
+    for (int64_t turns = std::max<int64_t>(1, least); turns <= kMaxTurns; ++turns) {
       if (turns > 1 && (turns - 1) * t.slots >= units) break;
-      if (turns * march > kMaxSteps && i > 0) break;
       const int64_t splits = ceil_div(units, t.slots * turns);
       const double rounds = double(splits * blocks) / resident;
       const double idle = 0.5 * (std::ceil(rounds) - rounds) * std::min(1.0, 2 / rounds);
-      const double cost = std::max(1.0, rounds + idle) * (double(turns) * (double(march) + kWalk) + kBlock);
+      const double cost = std::max(1.0, rounds + idle) * (double(turns) * walk + kBlock);
       if (cost >= best) continue;
       best = cost;
       t.march = march, t.segments = ceil_div(steps, march), t.units = units, t.splits = splits;
@@ -227,7 +230,7 @@ cudaError_t launch_reduction(const DepthwiseWeightParams& p, cudaStream_t stream
 }  // namespace
 
 int64_t depthwise_weight_gradient_workspace(const Problem& original) {
-  if (!depthwise_weight_gradient_refusal(original).empty()) return 0;
+  if (original.in_elements() == 0 || !depthwise_weight_gradient_refusal(original).empty()) return 0;
   const Problem problem = depthwise_gradient_view(original);
   // Unaligned tensors have another tile.
   const int64_t elements = std::max(partial_elements(problem, choose_tile(problem, choose_form(problem, 1, 1))),
@@ -238,6 +241,7 @@ int64_t depthwise_weight_gradient_workspace(const Problem& original) {
 cudaError_t launch_depthwise_weight_gradient(const Problem& original, const void* grad_output, const void* input,
                                              void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
   if (!depthwise_weight_gradient_refusal(original).empty()) return cudaErrorNotSupported;
+  if (original.in_elements() == 0) return cudaErrorNotSupported;
   if (grad_weight == nullptr && grad_bias == nullptr) return cudaSuccess;
   const Problem problem = depthwise_gradient_view(original);
   const Form form = choose_form(problem, reinterpret_cast<uintptr_t>(grad_output), reinterpret_cast<uintptr_t>(input));

@@ -13,7 +13,8 @@
 
 namespace fastconvt::cuda {
 
-// The sums of a thread, and the rows of the input, expanded to taps and columns or channels, that it still reaches.
+// The sums of a walk, and the rows of the input, expanded to taps and columns or channels, that it still reaches. Steps
+// are added first, then walks, then threads, so that no chain of float32 sums is long.
 template <class Shape>
 struct DepthwiseWeightSums {
   using T = typename Shape::T;
@@ -24,8 +25,8 @@ struct DepthwiseWeightSums {
   using Loaded = typename Walk::Input;
   using Row = float[kDepth][kTaps][kVector];
 
-  float weight[kDepth][kHeight][kTaps][kVector] = {};
-  float bias[kVector] = {};
+  float weight[kDepth][kHeight][kTaps][kVector];
+  float bias[kVector];
   Row history[kHeight];  // the latest first; one more than is needed
   bool carry[kVector];
 
@@ -44,24 +45,56 @@ struct DepthwiseWeightSums {
     }
   }
 
+  __device__ __forceinline__ float& sum_at(int i) {
+    return weight[i / (kVector * kTaps * kHeight)][i / (kVector * kTaps) % kHeight][i / kVector % kTaps][i % kVector];
+  }
+
+  // To this thread's column of shared memory: the weights' sums, then the biases'.
+  __device__ __forceinline__ void keep(float* column) {
+#pragma unroll
+    for (int i = 0; i < Shape::kSums; ++i) {
+      if (i % 4 == 0) asm volatile("" ::: "memory");  // few loads at a time: registers are rare
+      column[i * kDepthwiseGradientThreads] += sum_at(i);
+    }
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) column[(Shape::kSums + v) * kDepthwiseGradientThreads] += bias[v];
+  }
+
   template <int kCount>
   __device__ __forceinline__ void add(const Grad (&grad)[kSteps], const Loaded (&loaded)[kSteps], bool with_bias) {
-    Row row[kCount];
+    Row row[kCount] = {};
+    const auto product = [&](int s, int i) {
+      const int v = i % kVector, t = i / kVector % kTaps, h = i / (kVector * kTaps) % kHeight;
+      const int d = i / (kVector * kTaps * kHeight);
+      const float x = s >= h ? row[s >= h ? s - h : 0][d][t][v] : history[s >= h ? 0 : h - s - 1][d][t][v];
+      return to_accumulator(grad[s].value[v]) * x;
+    };
+    if constexpr (kCount > 1 && Shape::kSums <= 16 && sizeof(T) == 4) {
 #pragma unroll
-    for (int s = 0; s < kCount; ++s) {
-      expand(loaded[s], row[s]);
+      for (int s = 0; s < kCount; ++s) expand(loaded[s], row[s]);
 #pragma unroll
       for (int i = 0; i < Shape::kSums; ++i) {
-        const int v = i % kVector, t = i / kVector % kTaps, h = i / (kVector * kTaps) % kHeight;
-        const int d = i / (kVector * kTaps * kHeight);
-        const float x = s >= h ? row[s >= h ? s - h : 0][d][t][v] : history[s >= h ? 0 : h - s - 1][d][t][v];
-        weight[d][h][t][v] += to_accumulator(grad[s].value[v]) * x;
+        float part = product(0, i);
+#pragma unroll
+        for (int s = 1; s < kCount; ++s) part += product(s, i);
+        sum_at(i) += part;
+      }
+    } else {  // many sums: walks are shorter; 16 bits need no more
+#pragma unroll
+      for (int s = 0; s < kCount; ++s) {
+        expand(loaded[s], row[s]);
+#pragma unroll
+        for (int i = 0; i < Shape::kSums; ++i) sum_at(i) += product(s, i);
       }
     }
     if (with_bias) {
 #pragma unroll
-      for (int i = 0; i < kCount * kVector; ++i)
-        bias[i % kVector] += to_accumulator(grad[i / kVector].value[i % kVector]);
+      for (int v = 0; v < kVector; ++v) {
+        float part = to_accumulator(grad[0].value[v]);
+#pragma unroll
+        for (int s = 1; s < kCount; ++s) part += to_accumulator(grad[s].value[v]);
+        bias[v] += part;
+      }
     }
 #pragma unroll
     for (int h = kHeight - 2; h >= 0; --h) {  // the oldest first
@@ -78,6 +111,10 @@ struct DepthwiseWeightSums {
     const bool with_bias = p.grad_bias != nullptr;
     Grad grad[kSteps];
     Loaded loaded[kSteps] = {};
+#pragma unroll
+    for (int i = 0; i < Shape::kSums; ++i) sum_at(i) = 0;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) bias[v] = 0;
 #pragma unroll
     for (int h = 0; h < kHeight - 1; ++h) {
       walk.load_input_checked(p, -1 - h, loaded[0]);
@@ -106,45 +143,23 @@ struct DepthwiseWeightSums {
   }
 };
 
-// Adds `value` over all threads whose number is the same modulo `period`, of the first `threads`; those below `period`
-// get the sum. A fixed order. Threads beyond have zeros.
+// Adds each of kCount rows over all columns whose number is the same modulo `period`, of the first `columns`: to those
+// below `period`. A fixed order. All threads call it.
 template <int kCount>
-__device__ __forceinline__ void sum_over_block(float (&value)[kCount], int period, int threads, float* buffer) {
-  constexpr int kRound = 8, kPitch = kDepthwiseGradientThreads;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  int place = thread;  // in the buffer
-  bool saves = true;
-  if (32 % period == 0) {  // a warp first
+__device__ __forceinline__ void sum_columns(float* rows, int period, int columns) {
+  const int thread = static_cast<int>(threadIdx.x);
+  __syncthreads();
 #pragma unroll 1
-    for (int half = 16; half >= period; half /= 2) {
+  for (int copies = columns / period; copies > 1; copies = (copies + 1) / 2) {
+    const int half = (copies + 1) / 2;
+    if (thread < (copies - half) * period) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) value[i] += __shfl_xor_sync(0xffffffffu, value[i], half);
-    }
-    place = thread / 32 * period + lane, saves = lane < period;
-    threads = (threads + 31) / 32 * period;
-  }
-#pragma unroll
-  for (int first = 0; first < kCount; first += kRound) {
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kRound && first + i < kCount; ++i) {
-      if (saves) buffer[i * kPitch + place] = value[first + i];
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int copies = threads / period; copies > 1; copies = (copies + 1) / 2) {
-      const int half = (copies + 1) / 2;
-      if (thread < (copies - half) * period) {
-#pragma unroll
-        for (int i = 0; i < kRound && first + i < kCount; ++i) {
-          float* sum = buffer + i * kPitch + thread;
-          *sum += sum[half * period];
-        }
+      for (int i = 0; i < kCount; ++i) {
+        float* sum = rows + i * kDepthwiseGradientThreads + thread;
+        *sum += sum[half * period];
       }
-      __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < kRound && first + i < kCount; ++i) value[first + i] = buffer[i * kPitch + thread];
+    __syncthreads();
   }
 }
 
@@ -157,8 +172,7 @@ __device__ __forceinline__ int window_tap(const AxisParams& axis, int r, int pla
 // Writes the sums of a thread's channels, added over its like.
 template <class Shape>
 __device__ __forceinline__ void store_channels(const DepthwiseWeightParams& p, const DepthwiseWeightBlock& block,
-                                               const DepthwiseWeightThread<Shape>& thread,
-                                               const float (&sum)[Shape::kSums]) {
+                                               const DepthwiseWeightThread<Shape>& thread, const float* column) {
   const AxisParams &depth = p.axis[0], &height = p.axis[1], &width = p.axis[2];
   constexpr int kVector = Shape::kVector, kTaps = Shape::kTaps, kHeight = Shape::kHeight;
   const int filter = depth.kernel * height.kernel * width.kernel;
@@ -171,7 +185,8 @@ __device__ __forceinline__ void store_channels(const DepthwiseWeightParams& p, c
     if (tz < 0 || ty < 0 || tx >= width.kernel) continue;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      partial[v * filter + (tz * height.kernel + ty) * width.kernel + tx] = sum[i * kVector + v];
+      partial[v * filter + (tz * height.kernel + ty) * width.kernel + tx] =
+          column[(i * kVector + v) * kDepthwiseGradientThreads];
     }
   }
 }
@@ -180,15 +195,9 @@ __device__ __forceinline__ void store_channels(const DepthwiseWeightParams& p, c
 // threads.
 template <class Shape>
 __device__ __forceinline__ void store_columns(const DepthwiseWeightParams& p, const DepthwiseWeightBlock& block,
-                                              const float (&sum)[Shape::kSums], float* buffer) {
+                                              const float* sums) {
   const AxisParams &depth = p.axis[0], &height = p.axis[1], &width = p.axis[2];
   constexpr int kVector = Shape::kVector, kTaps = Shape::kTaps, kHeight = Shape::kHeight;
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < p.period) {
-#pragma unroll
-    for (int i = 0; i < Shape::kSums; ++i) buffer[threadIdx.x * Shape::kSums + i] = sum[i];
-  }
-  __syncthreads();
   const int filter = depth.kernel * height.kernel * width.kernel;
   float* partial = p.partial + block.split * p.weight_elements + static_cast<int64_t>(block.tile) * filter;
 #pragma unroll 1
@@ -202,7 +211,8 @@ __device__ __forceinline__ void store_columns(const DepthwiseWeightParams& p, co
     int own = width.padding % width.stride;  // phase of column c
 #pragma unroll 1
     for (int c = 0; c < p.period * kVector; ++c) {
-      if (own == phase) total += buffer[c / kVector * Shape::kSums + (place * kTaps + tap) * kVector + c % kVector];
+      const int row = (place * kTaps + tap) * kVector + c % kVector;
+      if (own == phase) total += sums[row * kDepthwiseGradientThreads + c / kVector];
       if (++own == width.stride) own = 0;
     }
     partial[(tz * height.kernel + ty) * width.kernel + tx] = total;
@@ -214,42 +224,52 @@ __global__ void __launch_bounds__(kDepthwiseGradientThreads,
                                   Shape::kVector == 1 && Shape::kSums <= 4 && Shape::kTaps < 4 ? 3 : 2)
     depthwise_weight_gradient_kernel(const __grid_constant__ DepthwiseWeightParams p) {
   constexpr int kVector = Shape::kVector;
-  __shared__ float buffer[8 * kDepthwiseGradientThreads];
+  constexpr int kThreads = kDepthwiseGradientThreads, kRows = Shape::kSums + kVector;
+  __shared__ float sums_of_block[kRows * kThreads];
   const DepthwiseWeightBlock block(p);
   const bool has_taps = first_tap_or_none(p.axis[0], block.depth_phase) < p.axis[0].kernel &&
                         first_tap_or_none(p.axis[1], block.height_phase) < p.axis[1].kernel && p.output != nullptr;
   if (!has_taps && p.grad_bias == nullptr) return;
   const DepthwiseWeightThread<Shape> thread(p, block);
-  DepthwiseWeightSums<Shape> sums;
+  const int number = static_cast<int>(threadIdx.x);
+  float* column = sums_of_block + number;
 #pragma unroll
-  for (int v = 0; v < kVector; ++v) sums.carry[v] = thread.carries(p, v);
+  for (int i = 0; i < kRows; ++i) column[i * kThreads] = 0;
   if (thread.exists && (Shape::kColumns || p.grad_bias != nullptr || thread.first_tap < p.axis[2].kernel)) {
+    DepthwiseWeightSums<Shape> sums;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) sums.carry[v] = thread.carries(p, v);
 #pragma unroll 1
     for (int unit = block.split * p.slots + thread.slot; unit < p.units; unit += p.splits * p.slots) {
       DepthwiseWalk<Shape> walk;
-      if (walk.begin(p, block, thread, unit)) sums.add_walk(p, walk);
+      if (!walk.begin(p, block, thread, unit)) continue;
+      sums.add_walk(p, walk);
+      sums.keep(column);
     }
   }
-  const int threads = p.slots * p.slot_threads, number = static_cast<int>(threadIdx.x);
+  const int threads = p.slots * p.slot_threads;
   if (has_taps) {
-    float (&flat)[Shape::kSums] = reinterpret_cast<float (&)[Shape::kSums]>(sums.weight);
-    sum_over_block(flat, p.period, threads, buffer);
+    sum_columns<Shape::kSums>(sums_of_block, p.period, threads);
     if constexpr (Shape::kColumns) {
-      store_columns<Shape>(p, block, flat, buffer);
+      store_columns<Shape>(p, block, sums_of_block);
     } else if (number < p.period && thread.exists) {
-      store_channels<Shape>(p, block, thread, flat);
+      store_channels<Shape>(p, block, thread, column);
     }
   }
   if (p.grad_bias == nullptr) return;
-  if constexpr (Shape::kColumns) {
-#pragma unroll
-    for (int v = 1; v < kVector; ++v) sums.bias[0] += sums.bias[v];
-  }
-  sum_over_block(sums.bias, p.vectors, threads, buffer);
+  sum_columns<kVector>(sums_of_block + Shape::kSums * kThreads, p.vectors, threads);
   if (number >= p.vectors || !thread.exists) return;
   float* partial = p.bias_partial + (static_cast<int64_t>(block.split) * p.classes + block.number) * p.channels;
+  const float* biases = column + Shape::kSums * kThreads;
+  if constexpr (Shape::kColumns) {
+    float sum = 0;
 #pragma unroll
-  for (int v = 0; v < (Shape::kColumns ? 1 : kVector); ++v) partial[thread.channel + v] = sums.bias[v];
+    for (int v = 0; v < kVector; ++v) sum += biases[v * kThreads];
+    partial[thread.channel] = sum;
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) partial[thread.channel + v] = biases[v * kThreads];
+  }
 }
 
 // By the definition: what thread `thread` of `threads` adds to a weight's gradient.

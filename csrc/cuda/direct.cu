@@ -9,6 +9,7 @@
 #include "direct_mma.cuh"
 #include "direct_mma_pixels.cuh"
 #include "dispatch.h"
+#include "launchers.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -119,8 +120,8 @@ void set_alignment(const Problem& problem, int vector, DirectParams& p) {
 }
 
 // Bases of the height that a worker, a thread or a warp, makes: more share its set-up, which costs as much as `setup`
-// of them, fewer fill the GPU better. A multiprocessor is bound by what its blocks do in all, unless they are too few
-// to hide latencies; long marches lie far apart in memory.
+// of them, fewer fill the GPU better. A multiprocessor is bound by what its blocks do in all, unless there are fewer
+// than `least`, too few to hide latencies; long marches lie far apart in memory.
 int choose_march(int num_rows, double blocks_per_segment, double setup, double least) {
   int best = 1;
   double best_cost = 1e300;
@@ -134,6 +135,12 @@ int choose_march(int num_rows, double blocks_per_segment, double setup, double l
   return best;
 }
 
+// The order of blocks.
+void set_tiles(const Problem& problem, int64_t tiles, DirectParams& p) {
+  p.tiles_first = problem.layout == Layout::kChannelsLast;
+  p.by_tiles = fast_divide(static_cast<int>(tiles));
+}
+
 // kHeight: rows of inputs in registers; 0: none, and any taps.
 template <class Shape, int kHeight, bool kAhead, int kThreads, int kBlocks>
 cudaError_t launch(const Problem& problem, DirectParams& p, cudaStream_t stream) {
@@ -143,8 +150,10 @@ cudaError_t launch(const Problem& problem, DirectParams& p, cudaStream_t stream)
   set_division(problem, Shape::kVector, Shape::kCount, p);
   set_alignment(problem, Shape::kVector, p);
   const int64_t planes = p.axis[0].num_bases(), tiles = ceil_div(p.quads, p.quad_tile);
-  const double row_threads = double(p.columns) * double(planes * problem.batch * p.quad_tile);
-  p.march = choose_march(p.num_rows, row_threads / kThreads * double(tiles), 0.4, 2.5);
+  const double row_blocks = double(p.columns) * double(planes * problem.batch * p.quad_tile) / kThreads * double(tiles);
+  constexpr bool kPixels = Shape::kChannelsLast;
+  p.march = choose_march(p.num_rows, row_blocks, kPixels ? 1.5 : 0.4, kPixels ? 4 : 2.5);
+  set_tiles(problem, tiles, p);
   const int64_t segments = ceil_div(p.num_rows, p.march);
   p.by_segment = fast_divide(static_cast<int>(segments));
   const int64_t sample = p.columns * segments * planes * p.quad_tile;
@@ -178,9 +187,10 @@ cudaError_t launch_warps(const Problem& problem, DirectParams& p, int bases, siz
                          cudaStream_t stream) {
   constexpr int kThreads = 128;
   if (!set_window(kMmaRows, p)) return cudaErrorNotSupported;
-  p.columns = static_cast<int>(ceil_div(p.axis[2].out, p.axis[2].stride * bases));
+  p.columns = static_cast<int>(ceil_div(p.axis[2].out, 2 * bases));
   p.by_columns = fast_divide(p.columns);
   p.by_phases = fast_divide(p.axis[1].stride);
+  set_tiles(problem, ceil_div(p.quads, p.quad_tile), p);
   const int64_t planes = p.axis[0].num_bases(), tiles = ceil_div(p.quads, p.quad_tile);
   const double row_warps = double(p.columns) * double(planes * problem.batch * tiles);
   p.march = choose_march(p.num_rows, row_warps * 32 / kThreads, 1.3, 4);
@@ -200,12 +210,12 @@ cudaError_t launch_warps(const Problem& problem, DirectParams& p, int bases, siz
   return cudaGetLastError();
 }
 
-template <typename T, int kStride, int kPairs, bool kAligned>
+template <typename T, int kPairs, bool kAligned>
 cudaError_t launch_rows(const Problem& problem, DirectParams& p, cudaStream_t stream) {
-  using Mma = DirectMma<T, kStride, kPairs, kAligned>;
-  constexpr int kBlocks = (kAligned ? 6 : 5) - (kPairs - 1);
+  using Mma = DirectMma<T, kPairs, kAligned>;
+  constexpr int kBlocks = kPairs == 2 ? 4 : kAligned ? 6 : 5;
   p.quad_tile = 1;
-  const size_t shared = size_t(ceil_div(p.axis[1].stride, Mma::kPhases)) * kPairs * 512;
+  const size_t shared = size_t(p.axis[1].stride + 1) / 2 * kPairs * 512;
   return launch_warps(problem, p, kMmaBases, shared, direct_mma_kernel<Mma, 128, kBlocks>, stream);
 }
 
@@ -233,8 +243,8 @@ cudaError_t dispatch_pairs(const Problem& problem, DirectParams& p, cudaStream_t
   p.output_unit = 8;
   while (!aligned(p.output, p.output_unit) || p.axis[2].out % p.output_unit != 0) p.output_unit /= 2;
   return aligned(p.input, 4) && p.axis[2].in % 4 == 0 && p.first_input % 4 == 0
-             ? launch_rows<T, 2, kPairs, true>(problem, p, stream)
-             : launch_rows<T, 2, kPairs, false>(problem, p, stream);
+             ? launch_rows<T, kPairs, true>(problem, p, stream)
+             : launch_rows<T, kPairs, false>(problem, p, stream);
 }
 
 // On matrix units, if they can: cudaErrorNotSupported if not.

@@ -15,8 +15,13 @@ struct DirectBlock {
   __device__ explicit DirectBlock(const DirectParams& p) {
     extern __shared__ __align__(16) unsigned char shared[];
     table = reinterpret_cast<float*>(shared);
-    int rest = blockIdx.x;
-    const int tile = p.by_chunk(rest);
+    // In channels_last tiles of quads are neighbours, so that their parts of a line are written together.
+    int rest = blockIdx.x, tile = 0;
+    if (p.tiles_first) {
+      tile = rest;
+      rest = p.by_tiles(tile);
+    }
+    tile += p.by_chunk(rest);
     chunk = rest, quad = tile * p.quad_tile;
   }
 };

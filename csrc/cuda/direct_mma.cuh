@@ -1,10 +1,10 @@
-// The direct family on matrix units, in 16 bits and contiguous layout: stride 2 or 4 along the last axis, at most four
-// input channels a group, and two rows of inputs that the outputs of a base reach.
+// The direct family on matrix units, in 16 bits and contiguous layout: stride 2 along the last axis, at most four input
+// channels a group, and two rows of inputs that the outputs of a base reach.
 //
-// A product has 16 rows, (phase of the last axis, two phases of the height if the stride is 2, four output channels),
-// eight columns, bases of the last axis, and 16 terms: four input channels, a pair of inputs side by side, and two rows
-// or two such pairs. So a lane loads a run of inputs of one channel, which are its operand as they stand, and ends with
-// runs of outputs. Most weights of the matrix may be zero: what is not finite is made again by the definition.
+// A product has 16 rows, (phase of the last axis, two phases of the height, four output channels), eight columns, bases
+// of the last axis, and 16 terms: four input channels, a pair of inputs side by side, and two rows or two such pairs.
+// So a lane loads a run of inputs of one channel, which are its operand as they stand, and ends with runs of outputs.
+// Most weights of the matrix may be zero: what is not finite is made again by the definition.
 #pragma once
 
 #include "direct.cuh"
@@ -32,13 +32,9 @@ constexpr int kMmaRows = 2;    // of the window
 constexpr int kMmaBases = 32;  // of a warp, along the last axis
 
 // kPairs: of inputs side by side that a base's outputs reach.
-template <typename T_, int kStride_, int kPairs_, bool kAligned_>
+template <typename T_, int kPairs_, bool kAligned_>
 struct DirectMma {
   using T = T_;
-  static constexpr int kStride = kStride_;
-  static constexpr int kPhases = 4 / kStride;  // of the height in a product
-  static constexpr int kColumns =
-      kStride * kMmaBases / 2;  // from one of a lane's two runs of eight outputs to the other
   static constexpr int kPairs = kPairs_, kSteps = kPairs;  // products to add up
   static constexpr bool kAligned = kAligned_;
   static constexpr int kWords = kPairs + 1;        // of a lane's run of inputs, by its first of two columns
@@ -55,7 +51,7 @@ struct DirectMma {
   using Words = unsigned[2][kWords];
 };
 
-// Weights of a block as operands: [phases of the height][step][lane], four words each.
+// Weights of a block as operands: [pair of height phases][step][lane], four words each.
 template <class Mma>
 __device__ __forceinline__ void fill_operands(const DirectParams& p, int quad, uint4* operands) {
   using T = typename Mma::T;
@@ -64,12 +60,10 @@ __device__ __forceinline__ void fill_operands(const DirectParams& p, int quad, u
   const int group = p.by_quads_per_group(local);
   unsigned* const words = reinterpret_cast<unsigned*>(operands);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (height.stride + Mma::kPhases - 1) / Mma::kPhases * Mma::kSteps * 128;
-       i += static_cast<int>(blockDim.x)) {
-    const int reg = i % 4, lane = i / 4 % 32, step = i / 128 % Mma::kSteps, half = lane / 16;
+  for (int i = threadIdx.x; i < (height.stride + 1) / 2 * Mma::kSteps * 128; i += static_cast<int>(blockDim.x)) {
+    const int reg = i % 4, lane = i / 4 % 32, step = i / 128 % Mma::kSteps;
     const int in = lane % 4, out = local * kDirectChannels + lane / 4 % 4;
-    const int ry = i / (128 * Mma::kSteps) * Mma::kPhases + (Mma::kStride == 2 ? half : 0);
-    const int column = reg % 2 + (Mma::kStride == 4 ? half * 2 : 0);
+    const int ry = i / (128 * Mma::kSteps) * 2 + lane / 16, column = reg % 2;
     const int row = Mma::kPairs == 1 ? reg / 2 : step, side = Mma::kPairs == 1 ? 0 : reg / 2 * 2;
     int rest_y = ry - (p.window_row + row) * height.stride;
     const bool reaches = rest_y >= 0;
@@ -213,12 +207,9 @@ struct DirectMmaLane {
     if (p.bias == nullptr || !channel_exists) return 0;
     return to_accumulator(__ldg(static_cast<const T*>(p.bias) + group * p.out_channels + channel));
   }
-  __device__ __forceinline__ int column() const {
-    const int run = Mma::kStride == 2 ? threadIdx.x % 4 : threadIdx.x % 4 * 2 + threadIdx.x % 32 / 16;
-    return first * Mma::kStride + run * 8;
-  }
-  // Of the height, among those of a product.
-  __device__ __forceinline__ static int phase() { return Mma::kStride == 2 ? threadIdx.x % 32 / 16 : 0; }
+  __device__ __forceinline__ int column() const { return first * 2 + threadIdx.x % 4 * 8; }
+  // Of the height, among the two of a product.
+  __device__ __forceinline__ static int phase() { return threadIdx.x % 32 / 16; }
 };
 
 // All outputs of a lane by the definition.
@@ -234,8 +225,8 @@ __device__ __noinline__ void repair_outputs(const DirectParams& p) {
 #pragma unroll 1
   for (int i = 0; i < (end - begin) * height.stride * 16; ++i) {
     const int q = begin + i / 16 / height.stride, ry = i / 16 % height.stride;
-    const int oy = q * height.stride - height.padding + ry, ox = lane.column() + i % 8 + i / 8 % 2 * Mma::kColumns;
-    if (ry % Mma::kPhases != lane.phase() || oy < 0 || oy >= height.out || ox >= p.axis[2].out) continue;
+    const int oy = q * height.stride - height.padding + ry, ox = lane.column() + i % 8 + i / 8 % 2 * kMmaBases;
+    if (ry % 2 != lane.phase() || oy < 0 || oy >= height.out || ox >= p.axis[2].out) continue;
     const int at[3] = {lane.plane, oy, ox};
     lane.output[int64_t{oy} * p.output_row + ox] =
         from_accumulator<T>(exact_direct(p, lane.input, weight, at, lane.bias(p)));
@@ -250,7 +241,7 @@ __device__ __forceinline__ void make_rows(const DirectParams& p, const typename 
   using T = typename Mma::T;
   const float start[4] = {bias, bias, bias, bias};
 #pragma unroll 1
-  for (int phases = p.axis[1].stride; phases > 0; phases -= Mma::kPhases) {
+  for (int phases = p.axis[1].stride; phases > 0; phases -= 2) {
     float sum[2][2][4];
 #pragma unroll
     for (int step = 0; step < Mma::kSteps; ++step, operands += 32) {
@@ -274,21 +265,14 @@ __device__ __forceinline__ void make_rows(const DirectParams& p, const typename 
     const int end = exists ? limit : 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint4 words = {pack_pair<T>(sum[h][0][0], sum[h][0][2]), pack_pair<T>(sum[h][0][1], sum[h][0][3]),
-                     pack_pair<T>(sum[h][1][0], sum[h][1][2]), pack_pair<T>(sum[h][1][1], sum[h][1][3])};
-      if constexpr (Mma::kStride == 4) {
-        // Half the columns of four bases: lanes exchange, so that each has all of two.
-        const bool high = threadIdx.x % 32 >= 16;
-        const unsigned x = __shfl_xor_sync(0xffffffff, high ? words.x : words.z, 16);
-        const unsigned y = __shfl_xor_sync(0xffffffff, high ? words.y : words.w, 16);
-        words = high ? uint4{x, words.z, y, words.w} : uint4{words.x, x, words.y, y};
-      }
+      const uint4 words = {pack_pair<T>(sum[h][0][0], sum[h][0][2]), pack_pair<T>(sum[h][0][1], sum[h][0][3]),
+                           pack_pair<T>(sum[h][1][0], sum[h][1][2]), pack_pair<T>(sum[h][1][1], sum[h][1][3])};
       check_pair<T>(words.x, zeros), check_pair<T>(words.y, zeros);
       check_pair<T>(words.z, zeros), check_pair<T>(words.w, zeros);
-      const int at = column + h * Mma::kColumns;
+      const int at = column + h * kMmaBases;
       store_eight(p, target + at, at, end, words);
     }
-    oy += Mma::kPhases, target += int64_t{Mma::kPhases} * p.output_row;
+    oy += 2, target += int64_t{2} * p.output_row;
   }
 }
 

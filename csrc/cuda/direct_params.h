@@ -55,8 +55,9 @@ struct DirectParams {
   int window_row;
 
   FastDivide by_quad_tile, by_columns, by_segment, by_plane, by_chunk, by_quads_per_group;
-  FastDivide by_filter_row, by_tap_rows, by_in_channels, by_phases;
+  FastDivide by_filter_row, by_tap_rows, by_in_channels, by_phases, by_tiles;
   FastDivide by_dilation[2];  // of height and last axis
+  bool tiles_first;           // tiles of quads are the fastest blocks, not chunks
   int num_places;
   DirectPlace places[kDirectTaps + 1];  // and one that begins at the end of `taps`
   DirectTapRow taps[kDirectTaps];

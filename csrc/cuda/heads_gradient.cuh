@@ -13,7 +13,8 @@
 
 namespace fastconvt::cuda {
 
-constexpr int kHeadsGradientThreads = 32 * kHeadsGradientWarps;
+constexpr int kHeadsGradientThreads = 32 * kHeadsGradientWarps, kHeadsGradientThreadsLog2 = 7;
+static_assert(kHeadsGradientThreads == 1 << kHeadsGradientThreadsLog2);
 
 // How operands enter the matrix unit.
 enum class HeadsOperands {
@@ -38,7 +39,8 @@ struct HeadsCopy {
   __device__ int first_vector() const { return threadIdx.x & ((1 << lanes_log2) - 1); }
   __device__ int first_row() const { return threadIdx.x >> lanes_log2; }
   __device__ int vector_step() const { return 1 << lanes_log2; }
-  __device__ int row_step() const { return kHeadsGradientThreads >> lanes_log2; }
+  __device__ int row_step_log2() const { return kHeadsGradientThreadsLog2 - lanes_log2; }
+  __device__ int row_step() const { return 1 << row_step_log2(); }
 };
 
 struct HeadsGradientParams {
@@ -46,7 +48,7 @@ struct HeadsGradientParams {
   const void *grad, *input, *weight;
   void* output;                         // the input's gradient
   float* partial;                       // (splits, weight elements) of the weight's gradient
-  double* bias_partial;                 // (splits, output channels); null: there is none
+  float* bias_partial;                  // (splits, pair chunks, output channels); null: there is none
   Strides grad_strides, input_strides;  // elements
   int64_t weight_elements;
   int group_in, group_out, pairs;  // of a group
@@ -68,6 +70,7 @@ struct HeadsGradientParams {
   HeadsCopy input_copy;
   int store_bytes;  // of the input's gradient, at a time
   int stages, grad_bytes, stage_bytes;
+  bool bias_by_pairs;
   int bias_items, bias_parts;
   FastDivide by_bias_chunks;
   int splits;
@@ -97,11 +100,12 @@ struct alignas(16) HeadsBox {
   int place;            // of the first staged element in its row in memory
   uint32_t lowest, highest, last;  // rows of the output's gradient, and positions, that exist
   int run;                         // positions of a run that exist
+  int inside;                      // whether all rows exist
   int first[3];
   int batch;
 
   __device__ void make(const HeadsGradientParams& p, const HeadsKind& kind, int index) {
-    lowest = 0, highest = kHeadsRowGuards, last = kHeadsGuards;
+    lowest = 0, highest = kHeadsRowGuards, last = kHeadsGuards, inside = true;
     int origin[3];
 #pragma unroll
     for (int a = 2; a >= 0; --a) {
@@ -113,6 +117,7 @@ struct alignas(16) HeadsBox {
       origin[a] = first[a] * axis.stride - axis.padding;
       if (a == 2) continue;
       const int low = max(0, -origin[a]), high = min(axis.grads, axis.out - origin[a]) - 1;
+      inside = inside && low == 0 && high == axis.grads - 1;
       lowest |= static_cast<uint32_t>(high < 0 ? 1 : low) << (16 - 16 * a);
       highest |= static_cast<uint32_t>(max(0, high)) << (16 - 16 * a);
     }
@@ -190,7 +195,7 @@ __device__ __forceinline__ void heads_make_tables(const HeadsGradientParams& p, 
   }
   int* offsets = reinterpret_cast<int*>(shared + p.offset_table);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (pairs + 15) / 16 * 16; i += kHeadsGradientThreads) {
+  for (int i = threadIdx.x; i < (p.chunk_pairs + 15) / 16 * 16; i += kHeadsGradientThreads) {
     const int pair = pair_of(i);
     offsets[i] = pair < pairs ? heads_pair_offset<T>(p, first_pair + pair) : 0;
   }
@@ -212,6 +217,21 @@ __device__ __forceinline__ void heads_copy(T* target, const T* source, bool exis
                  : "memory");
   }
 #endif
+}
+
+// Calls function() `count` times, four of them without a branch between: each costs some instructions for the first
+// copy after it.
+template <typename Function>
+__device__ __forceinline__ void heads_repeat(int count, Function&& function) {
+#pragma unroll 1
+  for (; count >= 4; count -= 4) {
+    function();
+    function();
+    function();
+    function();
+  }
+#pragma unroll 1
+  for (; count > 0; --count) function();
 }
 
 template <typename T, typename Function>
@@ -245,8 +265,16 @@ __device__ __forceinline__ void heads_stage_grads(const HeadsGradientParams& p, 
       const bool in_row = static_cast<unsigned>(place) < p.row_elements;
       const T* const source = from + offset;
       T* target = reinterpret_cast<T*>(stage) + p.grad_copy.first_row() * p.row_pitch + element;
-#pragma unroll(kBytes == 16 ? 2 : 1)
-      for (int r = p.grad_copy.first_row(); r < p.rows; r += row_step, target += row_step * p.row_pitch) {
+      int r = p.grad_copy.first_row();
+      if (kBytes == 16 && box.inside) {
+        heads_repeat((p.rows - r + row_step - 1) >> p.grad_copy.row_step_log2(), [&] {
+          heads_copy<kBytes>(target, source + rows[r].offset, in_row);
+          r += row_step, target += row_step * p.row_pitch;
+        });
+        continue;
+      }
+#pragma unroll 1
+      for (; r < p.rows; r += row_step, target += row_step * p.row_pitch) {
         const HeadsRow row = rows[r];
         const uint32_t inside = ((row.coordinates | kHeadsRowGuards) - lowest) & (highest - row.coordinates);
         heads_copy<kBytes>(target, source + row.offset, in_row && (inside & kHeadsRowGuards) == kHeadsRowGuards);
@@ -324,16 +352,15 @@ __device__ __forceinline__ uint32_t heads_element(const unsigned char* place) {
   }
 }
 
-// x = high + low, where the matrix unit drops what is below `high` in x itself.
-__device__ __forceinline__ uint32_t heads_low(uint32_t x) {
-  return __float_as_uint(__uint_as_float(x) - __uint_as_float(x & 0xffffe000u));
+// x = high + low, `high` rounded to nearest. Infinity, NaN and what rounds to infinity make `low` infinite or NaN.
+__device__ __forceinline__ void heads_split(uint32_t x, uint32_t& high, uint32_t& low) {
+  high = (x + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
 }
-__device__ __forceinline__ uint32_t heads_round_to_tf32(uint32_t x) {
-  uint32_t rounded = x;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(x)));
-#endif
-  return rounded;
+// Rounds to TF32 in that the matrix unit truncates: an error of at most 2^-11 of x. Infinity and NaN stay what they
+// are.
+__device__ __forceinline__ uint32_t heads_round(uint32_t x) {
+  return __float_as_uint(__uint_as_float(x) * (1 + 1.f / 2048));
 }
 
 // d += a * b: 16 x 8 by 8 x 8 (TF32), or 16 x 16 by 16 x 8.

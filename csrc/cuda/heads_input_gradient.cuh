@@ -102,9 +102,8 @@ class HeadsInputGradient {
           uint32_t high[4], low[4];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const uint32_t bits = __float_as_uint(value[e % 2][2 * step + e / 2]);
-            high[e] = heads_round_to_tf32(bits);
-            low[e] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(high[e]));
+            heads_split(__float_as_uint(value[e % 2][2 * step + e / 2]), high[e], low[e]);
+            if (!kSplit) high[e] = heads_round(__float_as_uint(value[e % 2][2 * step + e / 2]));
           }
           to[step * kWords / 2 * 32] = make_uint4(high[0], high[1], high[2], high[3]);
           if constexpr (kSplit) to[(2 * step + 1) * 32] = make_uint4(low[0], low[1], low[2], low[3]);
@@ -174,8 +173,12 @@ class HeadsInputGradient {
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
           const uint32_t x = raw[i / 4][i % 4];
-          high[i % 4 / 2][i / 4][i % 2] = kSplit ? x : heads_round_to_tf32(x);
-          low[i % 4 / 2][i / 4][i % 2] = heads_low(x);
+          uint32_t &to = high[i % 4 / 2][i / 4][i % 2], &rest = low[i % 4 / 2][i / 4][i % 2];
+          if (kSplit) {
+            heads_split(x, to, rest);
+          } else {
+            to = heads_round(x);
+          }
         }
 #pragma unroll
         for (int m = 0; m < 4; ++m) {

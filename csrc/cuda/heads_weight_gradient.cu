@@ -25,8 +25,8 @@ int64_t count_splits(const Problem& problem, const HeadsGradientTile& tile) {
                                      heads_gradient_boxes(problem, tile), kMaxElements / problem.weight_elements()}));
 }
 
-int64_t bias_workspace(const Problem& problem, int64_t splits) {
-  return round_up(splits * problem.out_channels * int64_t{sizeof(double)}, int64_t{16});
+int64_t count_bias_splits(const Problem& problem, const HeadsGradientTile& tile, int64_t splits) {
+  return heads_bias_by_pairs(problem) ? splits * tile.pair_chunks : splits;
 }
 
 template <int kValue>
@@ -45,8 +45,8 @@ cudaError_t launch(const HeadsGradientParams& params, const HeadsGradientTile& t
 }
 
 template <typename T>
-cudaError_t launch_reduction(const HeadsGradientParams& p, const Problem& problem, void* grad_weight, void* grad_bias,
-                             cudaStream_t stream) {
+cudaError_t launch_reduction(const HeadsGradientParams& p, const Problem& problem, int bias_splits, void* grad_weight,
+                             void* grad_bias, cudaStream_t stream) {
   HeadsReductionParams r{};
   std::copy(p.axis, p.axis + 3, r.axis);
   r.grad = p.grad, r.input = p.input, r.partial = p.partial, r.bias_partial = p.bias_partial;
@@ -54,11 +54,22 @@ cudaError_t launch_reduction(const HeadsGradientParams& p, const Problem& proble
   r.grad_strides = p.grad_strides, r.input_strides = p.input_strides;
   r.weight_elements = p.weight_elements, r.batch = problem.batch;
   r.group_in = p.group_in, r.group_out = p.group_out, r.pairs = p.pairs;
-  r.out_channels = p.out_channels, r.splits = p.splits;
+  r.out_channels = p.out_channels, r.splits = p.splits, r.bias_splits = bias_splits;
   const int64_t elements = r.weight_elements + (grad_bias != nullptr ? r.out_channels : 0);
-  const int64_t blocks = ceil_div(elements, int64_t{kHeadsReduced});
-  heads_weight_reduction_kernel<T><<<static_cast<unsigned>(blocks), kHeadsReduced * kHeadsReducers, 0, stream>>>(r);
-  return cudaGetLastError();
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(elements, int64_t{kHeadsReduced})));
+  config.blockDim = dim3(kHeadsReduced * kHeadsReducers);
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, heads_weight_reduction_kernel<T>, r);
 }
 
 }  // namespace
@@ -67,7 +78,8 @@ int64_t heads_weight_gradient_workspace(const Problem& problem) {
   HeadsGradientTile tile{};
   if (problem.in_elements() == 0 || !heads_gradient_refusal(problem, true, tile).empty()) return 0;
   const int64_t splits = count_splits(problem, tile);
-  return bias_workspace(problem, splits) + splits * problem.weight_elements() * int64_t{sizeof(float)};
+  const int64_t bias = count_bias_splits(problem, tile, splits) * problem.out_channels;
+  return (splits * problem.weight_elements() + bias) * int64_t{sizeof(float)};
 }
 
 cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
@@ -76,8 +88,9 @@ cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* gra
   if (problem.in_elements() == 0 || !heads_gradient_refusal(problem, true, tile).empty()) return cudaErrorNotSupported;
   HeadsGradientParams params = heads_gradient_params(problem, tile, grad_output, input, nullptr, nullptr);
   params.splits = static_cast<int>(count_splits(problem, tile));
-  params.bias_partial = grad_bias != nullptr ? static_cast<double*>(workspace) : nullptr;
-  params.partial = reinterpret_cast<float*>(static_cast<char*>(workspace) + bias_workspace(problem, params.splits));
+  params.partial = static_cast<float*>(workspace);
+  params.bias_partial = grad_bias != nullptr ? params.partial + params.splits * params.weight_elements : nullptr;
+  const int bias_splits = static_cast<int>(count_bias_splits(problem, tile, params.splits));
   const auto run = [&](auto tag, auto operands) {
     using T = typename decltype(tag)::type;
     constexpr HeadsOperands kOperands = decltype(operands)::value;
@@ -93,7 +106,8 @@ cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* gra
               : tile.pairs <= 48 ? launch_tile(Int<2>{}, Int<6>{})
                                  : launch_tile(Int<2>{}, Int<8>{});
     }
-    return error != cudaSuccess ? error : launch_reduction<T>(params, problem, grad_weight, grad_bias, stream);
+    return error != cudaSuccess ? error
+                                : launch_reduction<T>(params, problem, bias_splits, grad_weight, grad_bias, stream);
   };
   using Split = std::integral_constant<HeadsOperands, HeadsOperands::kSplit>;
   using Tf32 = std::integral_constant<HeadsOperands, HeadsOperands::kTf32>;

@@ -7,7 +7,7 @@
 // sums, which a second kernel adds in float64.
 #pragma once
 
-#include "heads_gradient.cuh"
+#include "heads_weight_gradient_bias.cuh"
 
 namespace fastconvt::cuda {
 
@@ -25,7 +25,9 @@ class HeadsWeightGradient {
   using T = typename Traits::Element;
   static constexpr bool kSplit = Traits::kOperands == HeadsOperands::kSplit;
   static constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns;
-  static constexpr int kChunk = 16;  // positions
+  static constexpr int kChunk = 16;                                          // positions
+  static constexpr int kGroup = kColumns == 6 ? 6 : kColumns == 10 ? 5 : 4;  // columns whose operands are in registers
+  static constexpr bool kOffsetsInRegisters = kRows * kColumns < (kSplit ? 12 : 16);
 
   const HeadsGradientParams& p;
   unsigned char* const shared;
@@ -34,6 +36,10 @@ class HeadsWeightGradient {
   const int channel_warps, position_warps;  // that share channels, and positions
   const int first_channel, first_chunk;     // of this warp
   float sums[kRows][kColumns][4] = {};
+  float pair_sums[kColumns] = {};         // of the output's gradient, for the bias's
+  const int channel_step, position_step;  // of staged inputs, in bytes
+  const int input_offset;                 // of this lane's first operand
+  const bool adds_pairs;
 
  public:
   __device__ HeadsWeightGradient(const HeadsGradientParams& p, unsigned char* shared)
@@ -43,15 +49,19 @@ class HeadsWeightGradient {
         channel_warps(p.channels / (16 * kRows)),
         position_warps(kHeadsGradientWarps / channel_warps),
         first_channel(warp % channel_warps * 16 * kRows),
-        first_chunk(warp / channel_warps) {}
+        first_chunk(warp / channel_warps),
+        channel_step(p.channels_last ? sizeof(T) : sizeof(T) * p.input_pitch),
+        position_step(p.channels_last ? sizeof(T) * p.input_pitch : sizeof(T)),
+        input_offset(first_offset()),
+        adds_pairs(p.bias_partial != nullptr && p.bias_by_pairs && kind.channel == 0 && first_channel == 0) {}
 
   __device__ void run() {
     const int pairs = min(p.chunk_pairs, p.pairs - kind.pair);
     heads_make_tables<T>(p, kind.pair, pairs, shared, [](int i) { return position_of(i); }, [](int i) { return i; });
     make_runs();
     heads_make_boxes(p, kind, shared);
-    double* bias = reinterpret_cast<double*>(shared + p.bias_sums);
-    for (int i = threadIdx.x; i < p.bias_items * 32; i += kHeadsGradientThreads) bias[i] = 0;
+    const HeadsBias<T> bias(p, shared, kind);
+    bias.clear();
     if (!p.channels_last) clear_excess();
     __syncthreads();
     int offset[kColumns];
@@ -60,7 +70,6 @@ class HeadsWeightGradient {
       const int pair = n * 8 + row;
       offset[n] = pair < pairs ? reinterpret_cast<const int*>(shared + p.offset_table)[pair] : 0;
     }
-    const bool with_bias = p.bias_partial != nullptr && kind.channel == 0 && kind.pair == 0;
     heads_for_boxes(
         p, kind, shared,
         [&](const HeadsBox& box, int stage) {
@@ -70,12 +79,19 @@ class HeadsWeightGradient {
         },
         [&](const HeadsBox& box, int stage) {
           const unsigned char* from = shared + p.first_stage + stage * p.stage_bytes;
-          add_box(offset, from, from + p.grad_bytes);
-          if (with_bias) add_bias(box, reinterpret_cast<const T*>(from));
+          if (adds_pairs) {
+            add_box<true>(offset, from, from + p.grad_bytes);
+          } else {
+            add_box<false>(offset, from, from + p.grad_bytes);
+          }
+          bias.add(box, reinterpret_cast<const T*>(from));
         });
     __syncthreads();
-    if (with_bias) store_bias();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");  // the second pass may get ready
+#endif
     store_sums(pairs);
+    if (p.bias_partial != nullptr && kind.channel == 0) store_bias(bias, pairs);
   }
 
  private:
@@ -109,120 +125,155 @@ class HeadsWeightGradient {
     const int channels = min(p.channels, p.group_in - kind.channel);
     heads_for_bytes<T>(p.input_copy.bytes, [&](auto bytes) {
       constexpr int kBytes = decltype(bytes)::value, kElements = kBytes / static_cast<int>(sizeof(T));
-      const int row_step = p.input_copy.row_step();
+      const int row_step = p.input_copy.row_step(), log2 = p.input_copy.row_step_log2();
 #pragma unroll 1
       for (int v = p.input_copy.first_vector(); v < p.input_copy.vectors; v += p.input_copy.vector_step()) {
         int r = p.input_copy.first_row();
         const int element = v * kElements;
+        T* target = stage + r * p.input_pitch + element;
         if (p.channels_last) {
           if (element >= channels) break;
-          T* target = stage + r * p.input_pitch + element;
           const int in_channels = static_cast<int>(p.input_strides.axis[2]);
           const HeadsPlace* places = reinterpret_cast<const HeadsPlace*>(shared + p.place_table);
-#pragma unroll(kBytes == 16 ? 4 : 1)
-          for (; r < p.positions; r += row_step, target += row_step * p.input_pitch) {
+          heads_repeat((p.positions - r + row_step - 1) >> log2, [&] {
             const HeadsPlace place = places[r];
             heads_copy<kBytes>(target, first + static_cast<int64_t>(place.offset) * in_channels + element,
                                place.exists(box));
-          }
+            r += row_step, target += row_step * p.input_pitch;
+          });
         } else {
           int within = element;
           const int index = p.by_run(within);
           const HeadsPlace run = reinterpret_cast<const HeadsPlace*>(shared + p.run_table)[index];
           const bool exists = within < box.run && run.exists(box);
-          T* target = stage + r * p.input_pitch + element;
           const T* source = first + r * p.input_strides.channel + run.offset + within;
-#pragma unroll(kBytes == 16 ? 4 : 1)
-          for (; r < channels; r += row_step, target += row_step * p.input_pitch) {
+          heads_repeat((channels - r + row_step - 1) >> log2, [&] {
             heads_copy<kBytes>(target, source, exists);
-            source += row_step * p.input_strides.channel;
-          }
+            source += row_step * p.input_strides.channel, target += row_step * p.input_pitch;
+          });
         }
       }
     });
   }
 
+  // Where this lane's operands lie from those of channel 0 and position 0: ldmatrix takes rows of 8 channels, or
+  // positions, of 16 bits.
+  __device__ __forceinline__ int first_offset() const {
+    const int r = lane % 8, right = lane / 8 % 2 * 8, below = lane / 16 * 8;
+    const int channel = sizeof(T) == 4 ? row : p.channels_last ? right : right + r;
+    const int position = sizeof(T) == 4 ? column : p.channels_last ? below + r : below;
+    return (first_channel + channel) * channel_step + (first_chunk * kChunk + position) * position_step;
+  }
+
   // The operand of 16 channels and a chunk of positions, 32 bits a register: float32 of 8 positions, then 8 more.
-  __device__ __forceinline__ void load_inputs(const unsigned char* inputs, int channel, int position,
-                                              uint32_t (&a)[16 / sizeof(T) * 2]) const {
+  __device__ __forceinline__ void load_inputs(const unsigned char* from, uint32_t (&a)[16 / sizeof(T) * 2]) const {
     if constexpr (sizeof(T) == 4) {
-      const int channel_step = p.channels_last ? 4 : 4 * p.input_pitch;
-      const int position_step = p.channels_last ? 4 * p.input_pitch : 4;
-      const unsigned char* from = inputs + (channel + row) * channel_step + (position + column) * position_step;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         a[i] = *reinterpret_cast<const uint32_t*>(from + i % 2 * 8 * channel_step + i / 2 * 4 * position_step);
       }
     } else {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-      const int r = lane % 8, right = lane / 8 % 2 * 8, below = lane / 16 * 8;  // matrices: channels, then positions
       if (p.channels_last) {
-        const uint32_t from = shared_address(inputs) +
-                              ((position + below + r) * p.input_pitch + channel + right) * static_cast<int>(sizeof(T));
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(from)
+                     : "r"(shared_address(from))
                      : "memory");
       } else {
-        const uint32_t from = shared_address(inputs) +
-                              ((channel + right + r) * p.input_pitch + position + below) * static_cast<int>(sizeof(T));
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(from)
+                     : "r"(shared_address(from))
                      : "memory");
       }
 #endif
     }
   }
 
+  template <bool kPairs>
   __device__ __forceinline__ void add_box(const int (&offset)[kColumns], const unsigned char* grads,
                                           const unsigned char* inputs) {
-    const int4* bases = reinterpret_cast<const int4*>(shared + p.base_table) + column;
+    const int4* bases = reinterpret_cast<const int4*>(shared + p.base_table) + first_chunk * 4 + column;
+    inputs += input_offset;
+    int left = p.axis[0].box * p.axis[1].box * p.axis[2].box - first_chunk * kChunk;  // positions of the box
 #pragma unroll 1
     for (int chunk = first_chunk; chunk < p.positions / kChunk; chunk += position_warps) {
-      const int4 b = bases[chunk * 4];
+      const int4 b = *bases;
       const unsigned char* base[4] = {grads + b.x, grads + b.y, grads + b.z, grads + b.w};
+      HeadsMask<T> mask{};
+      if constexpr (kPairs) mask.make(left, column);
+      left -= position_warps * kChunk;
       uint32_t a[kRows][16 / sizeof(T) * 2];
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) load_inputs(inputs, first_channel + 16 * m, chunk * kChunk, a[m]);
+      for (int m = 0; m < kRows; ++m) load_inputs(inputs + m * 16 * channel_step, a[m]);
+      bases += position_warps * 4;
+      inputs += position_warps * kChunk * position_step;
       if constexpr (sizeof(T) == 2) {
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-          uint32_t raw[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) raw[i] = heads_element<T>(base[i] + offset[n]);
-#pragma unroll
-          for (int m = 0; m < kRows; ++m) {
-            heads_gradient_mma<T>(sums[m][n], a[m][0], a[m][1], a[m][2], a[m][3], raw[0] | raw[1] << 16,
-                                  raw[2] | raw[3] << 16);
-          }
-        }
+        for (int first = 0; first < kColumns; first += kGroup) add_group<kPairs>(offset, base, mask, a, first);
       } else {
         uint32_t low[kRows][8];
 #pragma unroll
         for (int i = 0; i < 8 * kRows; ++i) {
-          const uint32_t x = a[i / 8][i % 8], high = heads_round_to_tf32(x);
-          a[i / 8][i % 8] = high;
-          low[i / 8][i % 8] = __float_as_uint(__uint_as_float(x) - __uint_as_float(high));
+          const uint32_t x = a[i / 8][i % 8];
+          if (kSplit) {
+            heads_split(x, a[i / 8][i % 8], low[i / 8][i % 8]);
+          } else {
+            a[i / 8][i % 8] = heads_round(x);
+          }
         }
 #pragma unroll
         for (int n = 0; n < kColumns; n += 2) {
-          add_columns(offset[n], offset[n + 1], base, a, low, n);
+          add_columns<kPairs>(offset_of(offset, n), offset_of(offset, n + 1), base, mask, a, low, n);
         }
       }
     }
   }
 
+  // Where this lane's pair of a column lies.
+  __device__ __forceinline__ int offset_of(const int (&offset)[kColumns], int n) const {
+    return kOffsetsInRegisters ? offset[n] : reinterpret_cast<const int*>(shared + p.offset_table)[n * 8 + row];
+  }
+
+  // Some columns of 8 pairs, 16 bits.
+  template <bool kPairs>
+  __device__ __forceinline__ void add_group(const int (&offset)[kColumns], const unsigned char* const (&base)[4],
+                                            const HeadsMask<T>& mask, const uint32_t (&a)[kRows][16 / sizeof(T) * 2],
+                                            int first) {
+    uint32_t right[kGroup][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kGroup; ++i) {
+      const int at = offset_of(offset, first + i / 2), e = i % 2 * 2;
+      right[i / 2][i % 2] = heads_element<T>(base[e] + at) | heads_element<T>(base[e + 1] + at) << 16;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows * kGroup; ++i) {
+      const int n = i / kRows, m = i % kRows;
+      heads_gradient_mma<T>(sums[m][first + n], a[m][0], a[m][1], a[m][2], a[m][3], right[n][0], right[n][1]);
+    }
+    if constexpr (kPairs) {
+#pragma unroll
+      for (int n = 0; n < kGroup; ++n) {
+        pair_sums[first + n] +=
+            sum_of_halves<T>(right[n][0] & mask.word[0]) + sum_of_halves<T>(right[n][1] & mask.word[1]);
+      }
+    }
+  }
+
   // Two columns of 8 pairs, float32.
+  template <bool kPairs>
   __device__ __forceinline__ void add_columns(int offset0, int offset1, const unsigned char* const (&base)[4],
-                                              const uint32_t (&a)[kRows][16 / sizeof(T) * 2],
+                                              const HeadsMask<T>& mask, const uint32_t (&a)[kRows][16 / sizeof(T) * 2],
                                               const uint32_t (&low)[kRows][8], int n) {
     uint32_t b[2][4], b_low[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t x = heads_element<T>(base[i % 4] + (i < 4 ? offset0 : offset1));
-      b[i / 4][i % 4] = kSplit ? x : heads_round_to_tf32(x);
-      b_low[i / 4][i % 4] = heads_low(x);
+      if (kSplit) {
+        heads_split(x, b[i / 4][i % 4], b_low[i / 4][i % 4]);
+      } else {
+        b[i / 4][i % 4] = heads_round(x);
+      }
+      if (kPairs && mask.exists[i % 4]) pair_sums[n + i / 4] += __uint_as_float(x);
     }
     const auto multiply = [&](float (&sum)[4], const uint32_t (&left)[16 / sizeof(T) * 2], const uint32_t (&right)[4],
                               int step) {
@@ -250,70 +301,6 @@ class HeadsWeightGradient {
     }
   }
 
-  // Adds the outputs that belong to the box, those before that of the next one, to the bias's sums.
-  __device__ __forceinline__ void add_bias(const HeadsBox& box, const T* grads) const {
-    int begin[3], end[3];
-#pragma unroll
-    for (int a = 0; a < 3; ++a) {
-      const HeadsGradientAxis& axis = p.axis[a];
-      const int origin = box.first[a] * axis.stride - axis.padding;
-      const bool last = box.first[a] + axis.box >= axis.in;
-      begin[a] = max(0, -origin);
-      end[a] = last ? axis.out - origin : min(axis.box * axis.stride, axis.out - origin);
-    }
-    double* const bias = reinterpret_cast<double*>(shared + p.bias_sums) + lane;
-    for (int item = warp; item < p.bias_items; item += kHeadsGradientWarps) {
-      const BiasLane own(p, item, lane);
-      float sum = 0;
-      for (int d = begin[0]; d < end[0]; ++d) {
-        for (int h = begin[1] + own.part; h < end[1]; h += p.bias_parts) {
-          const T* from =
-              grads + ((own.plane * p.axis[0].grads + d) * p.axis[1].grads + h) * p.row_pitch + p.lead + own.channel;
-#pragma unroll 4
-          for (int w = begin[2] + own.first; w < end[2]; w += own.step) sum += to_accumulator(from[w * p.column]);
-        }
-      }
-      if (own.exists) bias[item * 32] += sum;
-    }
-  }
-
-  // What a lane sums of an item: contiguous, each 32nd place of an output channel; channels_last, of up to 32 channels.
-  struct BiasLane {
-    int part, plane, channel, first, step;
-    bool exists;
-
-    __device__ BiasLane(const HeadsGradientParams& p, int item, int lane) {
-      int chunk = item;
-      part = p.by_bias_chunks(chunk);
-      plane = p.channels_last ? 0 : chunk;
-      channel = p.channels_last ? chunk * 32 : 0;
-      first = lane, step = 32;
-      exists = true;
-      if (!p.channels_last) return;
-      const int channels = min(32, p.group_out - channel);
-      channel += lane % channels;
-      first = lane / channels;
-      step = 32 / channels;
-      exists = first < step;
-      if (!exists) first = 1 << 30;
-    }
-  };
-
-  __device__ __forceinline__ void store_bias() const {
-    const double* bias = reinterpret_cast<const double*>(shared + p.bias_sums);
-    for (int channel = threadIdx.x; channel < p.group_out; channel += kHeadsGradientThreads) {
-      double sum = 0;
-      const int chunks = p.by_bias_chunks.divisor, chunk = p.channels_last ? channel / 32 : channel;
-      const int channels = p.channels_last ? min(32, p.group_out - chunk * 32) : 1;
-      for (int part = 0; part < p.bias_parts; ++part) {
-        for (int i = p.channels_last ? channel % 32 : 0; i < 32 / channels * channels; i += channels) {
-          sum += bias[(part * chunks + chunk) * 32 + i];
-        }
-      }
-      p.bias_partial[static_cast<int64_t>(blockIdx.x) * p.out_channels + kind.group * p.group_out + channel] = sum;
-    }
-  }
-
   // The block's partial sums, those of the warps that share positions in their order.
   __device__ __forceinline__ void store_sums(int pairs) {
     constexpr int kSums = kRows * kColumns * 128;
@@ -334,6 +321,25 @@ class HeadsWeightGradient {
       for (int w = owner; w < position_warps * channel_warps; w += channel_warps) sum += saved[w * kSums + place];
       to[static_cast<int64_t>(channel) * p.pairs + pair] = sum;
     }
+  }
+
+  // After the sums were stored.
+  __device__ __forceinline__ void store_bias(const HeadsBias<T>& bias, int pairs) const {
+    if (!p.bias_by_pairs) {
+      if (kind.pair == 0) bias.store();
+      return;
+    }
+    float* saved = reinterpret_cast<float*>(shared + p.first_stage);
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      float sum = pair_sums[n];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (column == 0 && first_channel == 0) saved[first_chunk * kColumns * 8 + n * 8 + row] = sum;
+    }
+    __syncthreads();
+    bias.store_pairs(saved, kColumns * 8, position_warps, pairs);
   }
 };
 

@@ -10,11 +10,11 @@ struct HeadsReductionParams {
   HeadsGradientAxis axis[3];
   const void *grad, *input;
   const float* partial;
-  const double* bias_partial;  // null: there is none
+  const float* bias_partial;  // (bias_splits, output channels); null: there is none
   void *grad_weight, *grad_bias;
   Strides grad_strides, input_strides;
   int64_t weight_elements, batch;
-  int group_in, group_out, pairs, out_channels, splits;
+  int group_in, group_out, pairs, out_channels, splits, bias_splits;
 };
 
 constexpr int kHeadsReduced = 32;   // elements of a block
@@ -69,6 +69,9 @@ __device__ double heads_bias_share(const HeadsReductionParams& p, int64_t channe
 template <typename T>
 __global__ void __launch_bounds__(kHeadsReduced* kHeadsReducers)
     heads_weight_reduction_kernel(const __grid_constant__ HeadsReductionParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // this grid may begin before the partial sums are there
+#endif
   __shared__ double sums[kHeadsReducers][kHeadsReduced];
   __shared__ unsigned repeated;
   const int column = threadIdx.x % kHeadsReduced, share = threadIdx.x / kHeadsReduced;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kHeadsReduced* kHeadsReducers)
     }
   } else if (element < elements) {
 #pragma unroll 16
-    for (int split = share; split < p.splits; split += kHeadsReducers) {
+    for (int split = share; split < p.bias_splits; split += kHeadsReducers) {
       sum += p.bias_partial[static_cast<int64_t>(split) * p.out_channels + bias];
     }
   }

@@ -1,6 +1,7 @@
 // Transposed convolution with few output channels a group, by windows (csrc/core/heads_window.h). A warp holds the sums
-// of four bases of the mid axis by 32 positions, and takes its inputs row by row straight from what its lanes loaded:
-// a row of inputs is multiplied by the weights of its own base and of the next one, at the position and beside it.
+// of four bases of the mid axis by 32 positions, and takes rows of inputs from slots of its own in shared memory:
+// a row is multiplied by the weights of its own base and of the next one, at the position and beside it. Two rows at a
+// time are the halves of the unit's 16 rows, so that its operands need no moves between registers.
 #pragma once
 
 #include "heads_repair.cuh"
@@ -109,17 +110,21 @@ class HeadsWindowKernel {
       const int width_tap = 1 - parity + fragment % 2 * 2;
       const bool exists =
           is_output && march_tap < p.axis[0].kernel && mid_tap < p.axis[1].kernel && width_tap < p.axis[2].kernel;
-      int input = lane % 4 * kHalves;
+      // The channels of a lane's two words (heads_window_load.cuh).
+      constexpr bool kNeighbours = Traits::kPixels && sizeof(T) == 4;
+      int input = lane % 4 * (kNeighbours ? 2 : kHalves);
       const int pitch = p.channels * p.taps;
       const T* from = static_cast<const T*>(p.weight) + (static_cast<int64_t>(group) * p.group_in + input) * pitch +
                       channel * p.taps + (march_tap * p.axis[1].kernel + mid_tap) * p.axis[2].kernel + width_tap;
-      unsigned char* to = shared + fragment * kFragmentBytes + lane * (kFragmentBytes / 32);
+      // Of one product, both distances of the last axis are side by side.
+      unsigned char* to =
+          shared + (kFloat32 ? fragment * 512 + lane * 16 : fragment / 2 * 512 + lane * 16 + fragment % 2 * 8);
 #pragma unroll 8
       for (int step = 0; step < p.steps; ++step) {
         T value[2 * kHalves];
 #pragma unroll
         for (int h = 0; h < 2 * kHalves; ++h) {
-          const int further = h / kHalves * 4 * kHalves + h % kHalves;
+          const int further = kNeighbours ? h : h / kHalves * 4 * kHalves + h % kHalves;
           value[h] = exists && input + further < p.group_in ? __ldg(from + further * pitch) : T{};
         }
         store_weights(to, value);
@@ -142,29 +147,24 @@ class HeadsWindowKernel {
 
   // All input channels of a plane; the rows of the mid axis that exist have a bit each.
   __device__ __forceinline__ void add_plane(unsigned rows, bool stacked, Sums& sum) {
-    uint32_t weights = shared_address(shared) + threadIdx.x % 32 * (kFragmentBytes / 32);
+    uint32_t weights = shared_address(shared) + threadIdx.x % 32 * 16;
 #pragma unroll 1
     for (int step = 0; step < p.steps; ++step, weights += 8 * kFragmentBytes) {
       heads_window_wait<1>();
       __syncwarp();
 #pragma unroll
       for (int r = 0; r <= kRows / 2; ++r) {
-        if (((rows >> r | rows >> (r + kRows / 2)) & 1) == 0) continue;
         HeadsWindowLeft left = loader.read(stage, r);
-        [[maybe_unused]] uint32_t low[6][4];
-#pragma unroll
-        for (int i = 0; i < 24; ++i) {
-          uint32_t& word = left.word[i / 4][i % 4];
-          if constexpr (kFloat32) {
-            float h, l;
-            split_tf32(__uint_as_float(word), h, l);
-            // Not h: the compiler, which knows that the unit drops its last bits, would multiply what was loaded, and
-            // move that where operands have to be.
-            word = __float_as_uint(__uint_as_float(word) - l), low[i / 4][i % 4] = __float_as_uint(l);
-          } else if constexpr (Traits::kPrecision == HeadsPrecision::kTf32) {
-            word = heads_round_tf32(word);
-          }
+        if (r == kRows / 2) {
+          // Here, so that products hide what copies wait for.
+          __syncwarp();
+          loader.advance();
+          loader.request(stage);
+          stage = Loader::kStageBytes - stage;
         }
+        if (((rows >> r | rows >> (r + kRows / 2)) & 1) == 0) continue;
+        [[maybe_unused]] uint32_t low[6][4];
+        halve(left.word, low);
 #pragma unroll
         for (int distance = 0; distance < 2; ++distance) {
           // Row r is of base r - 1, and before base r; the other row likewise.
@@ -177,18 +177,30 @@ class HeadsWindowKernel {
           }
         }
       }
-      __syncwarp();
-      loader.advance();
-      loader.request(stage);
-      stage = Loader::kStageBytes - stage;
+    }
+  }
+
+  // What the unit multiplies, of what was loaded.
+  static __device__ __forceinline__ void halve(uint32_t (&word)[6][4], uint32_t (&low)[6][4]) {
+#pragma unroll
+    for (int i = 0; i < 24; ++i) {
+      uint32_t& w = word[i / 4][i % 4];
+      if constexpr (kFloat32) {
+        // Rounded, as the weights are: what is left out stays below 2^-21 even where all products are alike.
+        float h, l;
+        split_tf32_rounded(__uint_as_float(w), h, l);
+        w = __float_as_uint(h), low[i / 4][i % 4] = __float_as_uint(l);
+      } else if constexpr (Traits::kPrecision == HeadsPrecision::kTf32) {
+        w = heads_round_tf32(w);
+      }
     }
   }
 
   static __device__ __forceinline__ void add_rows(const HeadsWindowLeft& left, uint32_t weights,
                                                   float (&sum)[2][4][4]) {
-    uint32_t right[2][2][2];
+    uint4 right[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) heads_window_read<8>(right[i / 2][i % 2], weights + i * kFragmentBytes);
+    for (int parity = 0; parity < 2; ++parity) right[parity] = heads_load(weights + parity * 2 * kFragmentBytes);
 #pragma unroll
     for (int d = 0; d < 2; ++d)
 #pragma unroll
@@ -196,10 +208,12 @@ class HeadsWindowKernel {
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
           const uint32_t (&a)[4] = left.word[1 + t + parity - d];
+          const uint32_t w0 = d == 0 ? right[parity].x : right[parity].z;
+          const uint32_t w1 = d == 0 ? right[parity].y : right[parity].w;
           if constexpr (sizeof(T) == 4) {
-            heads_multiply_tf32(sum[parity][t], a, right[parity][d][0], right[parity][d][1]);
+            heads_multiply_tf32(sum[parity][t], a, w0, w1);
           } else {
-            heads_multiply_16<T>(sum[parity][t], a, right[parity][d][0], right[parity][d][1]);
+            heads_multiply_16<T>(sum[parity][t], a, w0, w1);
           }
         }
   }

@@ -58,8 +58,9 @@ __device__ __forceinline__ void heads_window_put_half(uint32_t to, uint32_t word
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(static_cast<unsigned short>(word)) : "memory");
 }
 
-// A lane's left operands of two rows of inputs: by position, -1 to 4 from its first one, channel quad of a step of both
-// rows and channel quad + 4 (16 bits: channels 2 * quad and the next one, and those 8 further).
+// A lane's left operands of two rows of inputs: by position, -1 to 4 from its first one; first its first channels of
+// both rows, then its second ones. With quad = lane % 4 and four bytes of channels a word, those are words quad and
+// quad + 4 of a step, or in channels_last float32, where that is one load, 2 * quad and the next one.
 struct HeadsWindowLeft {
   uint32_t word[6][4];
 };
@@ -73,6 +74,7 @@ class HeadsWindowLoader {
   static constexpr int kStepChannels = 32 / kSize;
   static constexpr int kChannelPitch = kHeadsWindowPlanesSlot / kStepChannels;
   static constexpr int kSlot = kPixels ? kHeadsWindowPixelsSlot : kHeadsWindowPlanesSlot;
+  static constexpr int kGap = kSize == 4 ? 32 : 16;  // bytes after four positions
   static constexpr int kBefore = kPixels ? kHeadsWindowPixelsSlot - 32 : 32 * kSize + 4;
 
   const HeadsWindowParams& p;
@@ -139,12 +141,20 @@ class HeadsWindowLoader {
   __device__ __forceinline__ void read_row(HeadsWindowLeft& a, int slot, int half) const {
     const int lane = threadIdx.x % 32, quad = lane % 4, place = lane / 4;
     if constexpr (kPixels) {
-      const uint32_t at = slots + slot + quad * 4;
+      const uint32_t at = slots + slot + quad * (kSize == 4 ? 8 : 4);
 #pragma unroll
-      for (int i = 0; i < 12; ++i) {
-        const int x = i % 6 - 1;
-        const int offset = x < 0 && place == 0 ? kBefore : cell(0, place * 4) + x * 32 + (x < 0 ? -16 : x / 4 * 16);
-        heads_window_read<4>(&a.word[i % 6][i / 6 * 2 + half], at + offset + i / 6 * 16);
+      for (int i = 0; i < 6; ++i) {
+        const int x = i - 1;
+        const int offset = x < 0 && place == 0 ? kBefore : cell(0, place * 4) + x * 32 + (x < 0 ? -kGap : x / 4 * kGap);
+        if constexpr (kSize == 4) {
+          uint32_t word[2];
+          heads_window_read<8>(word, at + offset);
+          a.word[i][half] = word[0], a.word[i][2 + half] = word[1];
+        } else {
+          // The unit's operands are what is loaded: words wherever they have to be.
+          heads_window_read<4>(&a.word[i][half], at + offset);
+          heads_window_read<4>(&a.word[i][2 + half], at + offset + 16);
+        }
       }
     } else {
       constexpr int kLaneChannels = 8 / kSize;
@@ -259,7 +269,7 @@ class HeadsWindowLoader {
 
   // Where channel c of position x is in a slot.
   static __device__ __forceinline__ int cell(int c, int x) {
-    return kPixels ? x * 32 + x / 4 * 16 + c * kSize : c * kChannelPitch + x * kSize;
+    return kPixels ? x * 32 + x / 4 * kGap + c * kSize : c * kChannelPitch + x * kSize;
   }
 
   // Where memory has no aligned vectors. Halves go through registers, for which the warp waits.

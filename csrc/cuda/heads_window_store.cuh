@@ -48,35 +48,43 @@ class HeadsWindowStore {
 
   // The outputs of base `step` of the first axis.
   __device__ __forceinline__ void run(const HeadsWindowItem& item, int group, int step, const Sums& sum) {
-    const int first = 2 * (item.column - p.shift) - p.lead;  // output of the unit
+    const int first = 2 * (item.column - p.shift) - p.lead, output = threadIdx.x % 32 / 4 * kOutputs;
     const int march = step * p.axis[0].stride - p.axis[0].padding;
-    T* const origin = static_cast<T*>(p.output) + item.batch * p.out.batch +
-                      static_cast<int64_t>(group) * p.channels * p.out.channel + march * p.out.axis[0] +
-                      first * p.out.axis[2];
+    const int bases = item.stacked ? p.batch - item.batch : p.end_row - item.row;
+    const int64_t pitch = item.stacked ? p.out.batch : p.axis[1].stride * p.out.axis[1];
+    int mid = item.row * p.axis[1].stride - p.axis[1].padding;
+    T* base = static_cast<T*>(p.output) + item.batch * p.out.batch +
+              static_cast<int64_t>(group) * p.channels * p.out.channel + march * p.out.axis[0] + mid * p.out.axis[1] +
+              first * p.out.axis[2];
+    HeadsWindowColumn column[kColumns];
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      column[k] = reinterpret_cast<const HeadsWindowColumn*>(shared + p.table)[threadIdx.x % 4 * 2 + k];
+    }
 #pragma unroll
     for (int b = 0; b < kHeadsWindowRows; ++b) {
-      if (item.stacked ? item.batch + b >= p.batch : item.row + b >= p.end_row) break;
-      const int mid = (item.stacked ? item.row : item.row + b) * p.axis[1].stride - p.axis[1].padding;
-      T* const base = origin + (item.stacked ? b * p.out.batch : 0) + mid * p.out.axis[1];
+      if (b >= bases) break;
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) {
-        const HeadsWindowColumn column =
-            reinterpret_cast<const HeadsWindowColumn*>(shared + p.table)[threadIdx.x % 4 * 2 + k];
         Pack<T, kOutputs> pack;
+        float all = 0;
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) {
           const float value = sum[b % kHalf][i % 2][i / 2][b / kHalf * 2 + k];
-          probe = fmaf(value, 0.f, probe);
-          pack.value[i] = from_accumulator<T>(value + column.bias);
+          all += value;
+          pack.value[i] = from_accumulator<T>(value + column[k].bias);
         }
+        probe = fmaf(all, 0.f, probe);
+        if (column[k].channel < 0) continue;
         if (p.rows_of_pixels) {
-          if (column.channel >= 0) stage(column, pack);
-        } else if (column.channel >= 0 && is_inside(column, march, mid)) {
-          const int output = threadIdx.x % 32 / 4 * kOutputs;
-          store(base + column.offset + output, first + output, pack);
+          stage(column[k], pack);
+        } else if (is_inside(column[k], march, mid)) {
+          store(base + column[k].offset + output, first + output, pack);
         }
       }
       if (p.rows_of_pixels) copy_rows(base, first, march, mid);
+      base += pitch;
+      if (!item.stacked) mid += p.axis[1].stride;
     }
   }
 

@@ -66,6 +66,8 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
   const int64_t vector = 16 / problem.element_size();
   p.granules = p.channels_last && problem.in_channels % vector == 0 && p.group_in % vector == 0 &&
                reinterpret_cast<uintptr_t>(input) % 16 == 0;
+  p.lead = static_cast<int>(tile.lead);
+  p.pairs = tile.pairs && reinterpret_cast<uintptr_t>(input) % (2 * problem.element_size()) == 0;
   p.by_groups = fast_divide(p.groups);
   p.by_entries = fast_divide(p.entry_count), p.by_support = fast_divide(p.support_count);
   p.by_column_blocks = fast_divide(static_cast<int>(tile.column_blocks));

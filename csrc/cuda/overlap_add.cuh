@@ -28,14 +28,12 @@ class OverlapAddKernel {
 
   const OverlapAddParams& p;
   unsigned char* const shared;
-  const OverlapAddBlock block;
   const int lane, team, team_warp, row_warp, column_warp;
 
  public:
   __device__ OverlapAddKernel(const OverlapAddParams& p, unsigned char* shared)
       : p(p),
         shared(shared),
-        block(p, p.column_warps * kTiles),
         lane(threadIdx.x % 32),
         team(threadIdx.x / 32 / (p.row_warps * p.column_warps)),
         team_warp(threadIdx.x / 32 - team * p.row_warps * p.column_warps),
@@ -43,8 +41,7 @@ class OverlapAddKernel {
         column_warp(team_warp / p.row_warps) {}
 
   __device__ void run() {
-    const OverlapAddStage<T, kTiles> stage(p, block, shared);
-    stage.make_tables();
+    const OverlapAddStage<T, Traits::kPrecision, kTiles> stage(p, shared);
     uint32_t rows[kRows];
     find_rows(rows);
     Sums sum = {};
@@ -102,7 +99,7 @@ class OverlapAddKernel {
       overlap_add_split(min(row_warp * kWarpRows + m * 16 + lane % 16, p.rows - 1), p.by_box, at);
       const int position =
           ((at[0] * p.held[1] + at[1] * p.axis[0].bases) * p.held[2] + at[2] * p.axis[1].bases) * p.held[3] +
-          at[3] * p.axis[2].bases;
+          at[3] * p.axis[2].bases + p.lead;
       rows[m] = shared_address(shared) + lane / 16 * p.half_bytes + position * 16;
     }
   }
@@ -138,6 +135,7 @@ class OverlapAddKernel {
   }
 
   __device__ __forceinline__ void store(const Sums& sum) const {
+    const OverlapAddBlock block(p, p.column_warps * kTiles);
     const OverlapAddOutputs<T> outputs{p, block};
     int residue[kTiles][2][3];
     T* place[kTiles][2];

@@ -8,6 +8,8 @@
 
 namespace fastconvt::cuda {
 
+enum class OverlapAddPrecision : int { kFloat32, kTf32, k16Bits };
+
 struct OverlapAddAxis {
   int in, out, kernel, stride, dilation;
   int bases;       // of a cell
@@ -42,6 +44,8 @@ struct OverlapAddParams {
   int steps, stage_steps, fragments, entry_count, support_count;
   int64_t weight_channel;                                                // elements from one input channel to the next
   int half_bytes, step_bytes, stage_bytes, entries, positions, weights;  // bytes of shared memory
+  int lead;       // positions held before the first one along the width
+  bool pairs;     // contiguous: two positions are an aligned vector
   bool granules;  // channels_last: 16 bytes of channels are an aligned vector
   bool channels_last;
   FastDivide by_groups, by_column_blocks, by_entries, by_support, by_boxes[3], by_box[3],
@@ -54,7 +58,10 @@ struct OverlapAddBlock {
   int cell[4];  // the first one: batch, depth, height, width
 
   __device__ OverlapAddBlock(const OverlapAddParams& p, int columns) {
-    int rest = blockIdx.x, index = p.by_column_blocks(rest);
+    // Volatile, so that it is found again rather than kept in registers.
+    int rest;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(rest));
+    int index = p.by_column_blocks(rest);
     first_column = rest * columns;
     rest = p.by_groups(index);
     group = index;

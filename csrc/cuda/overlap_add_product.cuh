@@ -6,8 +6,6 @@
 
 namespace fastconvt::cuda {
 
-enum class OverlapAddPrecision : int { kFloat32, kTf32, k16Bits };
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
 using OverlapAddLeft = uint32_t[4];  // cells (g, g + 8) of words t, then of words t + 4
@@ -53,13 +51,12 @@ __device__ __forceinline__ void overlap_add_16(float (&sum)[4], const OverlapAdd
   }
 }
 
-// What a TF32 number leaves of x: the hardware drops the bits below one's.
-__device__ __forceinline__ uint32_t overlap_add_rest(uint32_t word) {
-  return __float_as_uint(__uint_as_float(word) - __uint_as_float(word & 0xffffe000u));
-}
-// Rounds to TF32 in that the hardware truncates. NaN and inf stay what they are.
-__device__ __forceinline__ uint32_t overlap_add_round(uint32_t word) {
-  return __float_as_uint(__uint_as_float(word) * (1 + 1.f / 2048));
+// x = high + low; high is rounded to nearest, so that low * low is below 2^-22 of a product, and low of any sign. The
+// hardware drops the bits of `high` below a TF32 number's. NaN and inf make `low` NaN.
+__device__ __forceinline__ void overlap_add_halve(uint32_t& high, uint32_t& low) {
+  const float x = __uint_as_float(high);
+  high += 0x1000;
+  low = __float_as_uint(x - __uint_as_float(high & 0xffffe000u));
 }
 
 __device__ __forceinline__ int4 overlap_add_load_entry(uint32_t address) {
@@ -84,17 +81,14 @@ template <typename T, OverlapAddPrecision kPrecision, int kRows, int kTiles>
 __device__ __forceinline__ void overlap_add_multiply(OverlapAddOperands<kRows, kTiles>& o,
                                                      float (&sum)[kTiles][kRows][4]) {
   OverlapAddLeft rest[kRows];
+  if constexpr (kPrecision == OverlapAddPrecision::kFloat32) {
 #pragma unroll
-  for (int m = 0; m < kRows; ++m) {
+    for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kPrecision == OverlapAddPrecision::kFloat32) {
-        rest[m][i] = overlap_add_rest(o.left[m][i]);
-        asm volatile("" : "+r"(rest[m][i]));  // once for all column tiles
-      }
-      if constexpr (kPrecision == OverlapAddPrecision::kTf32) {
-        o.left[m][i] = overlap_add_round(o.left[m][i]);
-        asm volatile("" : "+r"(o.left[m][i]));
+      for (int i = 0; i < 4; ++i) {
+        overlap_add_halve(o.left[m][i], rest[m][i]);
+        // Once for all column tiles.
+        asm volatile("" : "+r"(o.left[m][i]), "+r"(rest[m][i]));
       }
     }
   }
@@ -103,7 +97,8 @@ __device__ __forceinline__ void overlap_add_multiply(OverlapAddOperands<kRows, k
     if (o.exists[j] < 0) continue;
     if constexpr (kPrecision == OverlapAddPrecision::kFloat32) {
       // A float32 sum outside the matrix unit, which truncates.
-      const uint32_t right_rest[2] = {overlap_add_rest(o.right[j][0]), overlap_add_rest(o.right[j][1])};
+      uint32_t right_rest[2];
+      overlap_add_halve(o.right[j][0], right_rest[0]), overlap_add_halve(o.right[j][1], right_rest[1]);
       float term[kRows][4];
 #pragma unroll
       for (int m = 0; m < kRows; ++m) overlap_add_start_tf32(term[m], rest[m], o.right[j]);
@@ -117,9 +112,8 @@ __device__ __forceinline__ void overlap_add_multiply(OverlapAddOperands<kRows, k
         for (int i = 0; i < 4; ++i) sum[j][m][i] += term[m][i];
       }
     } else if constexpr (kPrecision == OverlapAddPrecision::kTf32) {
-      const uint32_t right[2] = {overlap_add_round(o.right[j][0]), overlap_add_round(o.right[j][1])};
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) overlap_add_tf32(sum[j][m], o.left[m], right);
+      for (int m = 0; m < kRows; ++m) overlap_add_tf32(sum[j][m], o.left[m], o.right[j]);
     } else {
 #pragma unroll
       for (int m = 0; m < kRows; ++m) overlap_add_16<T>(sum[j][m], o.left[m], o.right[j]);

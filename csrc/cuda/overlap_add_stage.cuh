@@ -12,9 +12,23 @@ namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
+// 16 bits, or zero. Not by an expression, of which the compiler makes conditional ones that wait for the load.
+__device__ __forceinline__ uint32_t overlap_add_load_half(const void* source, bool exists) {
+  uint32_t word;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
+               : "=&r"(word)
+               : "l"(source), "r"(static_cast<int>(exists)));
+  return word;
+}
 // 16 bytes of shared memory, or zeros.
 __device__ __forceinline__ void overlap_add_copy_16(uint32_t target, const void* source, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void overlap_add_load(uint32_t (&word)[4], uint32_t source) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(source)
                : "memory");
 }
 template <int kWords>
@@ -28,83 +42,93 @@ __device__ __forceinline__ void overlap_add_store(uint32_t target, const uint32_
   }
 }
 
+// To nearest, as a TF32 number. NaN and inf stay what they are; the largest finite values may become inf.
+__device__ __forceinline__ uint32_t overlap_add_round(uint32_t word) {
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(__uint_as_float(word)));
+  return word;
+}
+
 // What a warp does for one offset: where its inputs begin, and the fragments of its column tiles; -1: none. In bytes.
 struct alignas(16) OverlapAddEntry {
   int input;
   int fragment[kOverlapAddMaxTiles];
 };
 
-template <typename T, int kTiles>
+template <typename T, OverlapAddPrecision kPrecision, int kTiles>
 class OverlapAddStage {
-  static constexpr int kHalves = 4 / sizeof(T);                // channels of a word
-  static constexpr int kBatch = sizeof(T) == 4 ? 2 : 1;        // positions in flight
-  static constexpr int kWeightBatch = sizeof(T) == 4 ? 3 : 2;  // pairs of words in flight
+  static constexpr bool kRounds = kPrecision == OverlapAddPrecision::kTf32;  // to TF32, on the way
+  static constexpr int kHalves = 4 / sizeof(T);                              // channels of a word
+  static constexpr int kBatch = sizeof(T) == 4 ? 2 : 1;                      // positions in flight
+  static constexpr int kWeightBatch = 2;                                     // pairs of words in flight
 
   const OverlapAddParams& p;
-  const OverlapAddBlock& block;
   unsigned char* const shared;
   const T* input;   // the group's first channel at the first position that the box reaches
   const T* weight;  // the group's
 
  public:
-  __device__ OverlapAddStage(const OverlapAddParams& p, const OverlapAddBlock& block, unsigned char* shared)
-      : p(p), block(block), shared(shared) {
+  // Makes the tables, too, which are there after a barrier.
+  __device__ OverlapAddStage(const OverlapAddParams& p, unsigned char* shared) : p(p), shared(shared) {
+    const OverlapAddBlock block(p, p.column_warps * kTiles);
     input = static_cast<const T*>(p.input) + block.cell[0] * p.in.batch +
             static_cast<int64_t>(block.group) * p.group_in * p.in.channel;
 #pragma unroll
-    for (int a = 0; a < 3; ++a) input += min(max(first_input(a), 0), p.axis[a].in - 1) * p.in.axis[a];
+    for (int a = 0; a < 3; ++a) input += min(max(first_input(block, a), 0), p.axis[a].in - 1) * p.in.axis[a];
     weight = static_cast<const T*>(p.weight) + static_cast<int64_t>(block.group) * p.group_in * p.weight_channel;
-  }
-
-  __device__ void make_tables() const {
-    make_entries();
-    make_weight_offsets();
-    // Offsets of positions, from the first one that exists; -1: it does not.
-    int* const positions = reinterpret_cast<int*>(shared + p.positions);
-    for (int i = threadIdx.x; i < (p.held_positions + 7) / 8 * 8; i += blockDim.x) {
-      int at[4];
-      overlap_add_split(i, p.by_held, at);
-      bool exists = i < p.held_positions && block.cell[0] + at[0] < p.batch;
-      int64_t offset = at[0] * p.in.batch;
-#pragma unroll
-      for (int a = 0; a < 3; ++a) {
-        const int x = first_input(a) + at[a + 1];
-        exists = exists && x >= 0 && x < p.axis[a].in;
-        offset += (x - max(first_input(a), 0)) * p.in.axis[a];
-      }
-      positions[i] = exists ? static_cast<int>(offset) : -1;
-    }
+    make_entries(block);
+    make_weight_offsets(block);
+    make_positions(block);
   }
 
   // Copies step `step` to `target`, by a team; it is there after the team's copies have arrived and its next barrier.
   __device__ __forceinline__ void copy_step(int step, unsigned char* target, int thread, int threads) const {
     const uint32_t to = shared_address(target), to_weights = to + 2 * p.half_bytes;
     // The first weights are on their way while inputs are.
-    uint32_t word[kWeightBatch][2];
-    load_weights(step, thread, threads, word);
+    Raw raw[kWeightBatch][2];
+    load_weights(step, thread, threads, raw);
     const bool whole = (step + 1) * kOverlapAddWords * kHalves <= p.group_in;
     if (p.granules) {
       copy_granules(step, to, thread, threads);
+    } else if (!p.pairs) {
+      copy_inputs(step, to, thread, threads);
     } else if (!whole) {
-      copy_inputs<false, 1>(step, to, thread, threads);
-    } else if (kHalves == 1 && p.held_positions > kBatch * threads) {
-      copy_inputs<true, 2 * kBatch>(step, to, thread, threads);
+      copy_pairs<false, 1>(step, to, thread, threads);
+    } else if (kHalves == 1 && p.held_positions > 2 * threads) {
+      copy_pairs<true, 2>(step, to, thread, threads);
     } else {
-      copy_inputs<true, kBatch>(step, to, thread, threads);
+      copy_pairs<true, 1>(step, to, thread, threads);
     }
-    store_weights(to_weights, thread, threads, word);
+    store_weights(to_weights, thread, threads, raw);
     for (int i = thread + kWeightBatch * threads; i < p.fragments * 32; i += kWeightBatch * threads) {
-      load_weights(step, i, threads, word);
-      store_weights(to_weights, i, threads, word);
+      load_weights(step, i, threads, raw);
+      store_weights(to_weights, i, threads, raw);
     }
   }
 
  private:
-  __device__ int first_input(int a) const {
-    return p.axis[a].first_base + block.cell[a + 1] * p.axis[a].bases + p.axis[a].low;
+  __device__ int first_input(const OverlapAddBlock& block, int a) const {
+    return p.axis[a].first_base + block.cell[a + 1] * p.axis[a].bases + p.axis[a].low - (a == 2 ? p.lead : 0);
   }
 
-  __device__ void make_entries() const {
+  // Offsets of positions, from the first one that exists; -1: it does not.
+  __device__ void make_positions(const OverlapAddBlock& block) const {
+    int* const positions = reinterpret_cast<int*>(shared + p.positions);
+    for (int i = threadIdx.x; i < p.held_positions; i += blockDim.x) {
+      int at[4];
+      overlap_add_split(i, p.by_held, at);
+      bool exists = block.cell[0] + at[0] < p.batch;
+      int64_t offset = at[0] * p.in.batch;
+#pragma unroll
+      for (int a = 0; a < 3; ++a) {
+        const int first = first_input(block, a), x = first + at[a + 1];
+        exists = exists && x >= 0 && x < p.axis[a].in;
+        offset += (x - max(first, 0)) * p.in.axis[a];
+      }
+      positions[i] = exists ? static_cast<int>(offset) : -1;
+    }
+  }
+
+  __device__ void make_entries(const OverlapAddBlock& block) const {
     OverlapAddEntry* const entries = reinterpret_cast<OverlapAddEntry*>(shared + p.entries);
     for (int i = threadIdx.x; i < p.column_warps * p.entry_count; i += blockDim.x) {
       int rest = i, at[3];
@@ -135,7 +159,7 @@ class OverlapAddStage {
   }
 
   // Of the columns of every fragment, in a channel's weights; -1: zero.
-  __device__ void make_weight_offsets() const {
+  __device__ void make_weight_offsets(const OverlapAddBlock& block) const {
     int* const offsets = reinterpret_cast<int*>(shared + p.weights);
     // Other threads than make_entries' first ones.
     for (int i = blockDim.x - 1 - threadIdx.x; i < p.fragments * 8; i += blockDim.x) {
@@ -161,48 +185,91 @@ class OverlapAddStage {
     }
   }
 
-  // A word of channels at an offset, or zero where that is negative. channels: how many exist, unless all do (kWhole).
-  template <bool kWhole>
-  __device__ __forceinline__ uint32_t load(const T* from, int64_t stride, int offset, int channels) const {
-    const bool first = offset >= 0 && (kWhole || channels > 0), second = offset >= 0 && (kWhole || channels > 1);
-    const uint32_t bytes = static_cast<uint32_t>(offset) * static_cast<uint32_t>(sizeof(T));
-    const char* const low = reinterpret_cast<const char*>(from) + bytes;
+  // A word of channels, or zeros, on its way: one register a channel. channels: how many exist.
+  using Raw = uint32_t[kHalves];
+  __device__ __forceinline__ void load(Raw& raw, const T* at, int64_t stride, int channels) const {
     if constexpr (kHalves == 1) {
-      return first ? __ldg(reinterpret_cast<const uint32_t*>(low)) : 0u;
+      raw[0] = channels > 0 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : 0u;
     } else {
-      const char* const high = reinterpret_cast<const char*>(from + stride) + bytes;
-      const uint32_t a = first ? __ldg(reinterpret_cast<const unsigned short*>(low)) : 0u;
-      const uint32_t b = second ? __ldg(reinterpret_cast<const unsigned short*>(high)) : 0u;
-      return a | b << 16;
+      raw[0] = overlap_add_load_half(at, channels > 0), raw[1] = overlap_add_load_half(at + stride, channels > 1);
     }
   }
+  __device__ __forceinline__ uint32_t join(const Raw& raw) const {
+    return raw[0] | raw[kHalves - 1] << 16 * (kHalves - 1);
+  }
+  __device__ __forceinline__ void store_position(uint32_t to, int position,
+                                                 const uint32_t (&word)[kOverlapAddWords]) const {
+    uint32_t low[4], high[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      low[w] = kRounds ? overlap_add_round(word[w]) : word[w];
+      high[w] = kRounds ? overlap_add_round(word[w + 4]) : word[w + 4];
+    }
+    overlap_add_store(to + position * 16, low);
+    overlap_add_store(to + position * 16 + p.half_bytes, high);
+  }
 
-  // A thread takes all channels of a position; neighbouring threads take neighbouring positions.
-  template <bool kWhole, int kPositions>
+  // A thread takes all channels of a position, or of two neighbours; neighbouring threads take neighbouring ones.
   __device__ __forceinline__ void copy_inputs(int step, uint32_t to, int thread, int threads) const {
     const int* const positions = reinterpret_cast<const int*>(shared + p.positions);
     const int channel = step * kOverlapAddWords * kHalves;
     const T* const from = input + channel * p.in.channel;
 #pragma unroll 1
-    for (int i = thread; i < p.held_positions; i += threads * kPositions) {
-      uint32_t word[kPositions][kOverlapAddWords];
+    for (int i = thread; i < p.held_positions; i += threads * kBatch) {
+      Raw raw[kBatch][kOverlapAddWords];
 #pragma unroll
-      for (int b = 0; b < kPositions; ++b) {
+      for (int b = 0; b < kBatch; ++b) {
         const int offset = i + b * threads < p.held_positions ? positions[i + b * threads] : -1;
+        const T* at = from + static_cast<uint32_t>(offset);
 #pragma unroll
-        for (int w = 0; w < kOverlapAddWords; ++w) {
-          const int c = w * kHalves;
-          word[b][w] = load<kWhole>(from + c * p.in.channel, p.in.channel, offset, p.group_in - channel - c);
+        for (int w = 0; w < kOverlapAddWords; ++w, at += kHalves * p.in.channel) {
+          load(raw[b][w], at, p.in.channel, offset >= 0 ? p.group_in - channel - w * kHalves : 0);
         }
       }
 #pragma unroll
-      for (int b = 0; b < kPositions; ++b) {
-        const uint32_t place = to + (i + b * threads) * 16;
-        if (i + b * threads >= p.held_positions) continue;
-        const uint32_t low[4] = {word[b][0], word[b][1], word[b][2], word[b][3]};
-        const uint32_t high[4] = {word[b][4], word[b][5], word[b][6], word[b][7]};
-        overlap_add_store(place, low);
-        overlap_add_store(place + p.half_bytes, high);
+      for (int b = 0; b < kBatch; ++b) {
+        uint32_t word[kOverlapAddWords];
+#pragma unroll
+        for (int w = 0; w < kOverlapAddWords; ++w) word[w] = join(raw[b][w]);
+        if (i + b * threads < p.held_positions) store_position(to, i + b * threads, word);
+      }
+    }
+  }
+  template <bool kWhole, int kPairs>
+  __device__ __forceinline__ void copy_pairs(int step, uint32_t to, int thread, int threads) const {
+    constexpr int kChannels = kOverlapAddWords * kHalves;
+    using Two = std::conditional_t<kHalves == 1, uint2, uint32_t>;
+    const int* const positions = reinterpret_cast<const int*>(shared + p.positions);
+    const int channel = step * kChannels, pairs = p.held_positions / 2;
+    const T* const from = input + channel * p.in.channel;
+#pragma unroll 1
+    for (int i = thread; i < pairs; i += threads * kPairs) {
+      Two two[kPairs][kChannels];
+#pragma unroll
+      for (int b = 0; b < kPairs; ++b) {
+        const int offset = i + b * threads < pairs ? positions[(i + b * threads) * 2] : -1;
+        const T* at = from + static_cast<uint32_t>(offset);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c, at += p.in.channel) {
+          two[b][c] = Two{};
+          if (offset >= 0 && (kWhole || channel + c < p.group_in)) two[b][c] = __ldg(reinterpret_cast<const Two*>(at));
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kPairs; ++b) {
+        if (i + b * threads >= pairs) continue;
+        uint32_t word[2][kOverlapAddWords];
+#pragma unroll
+        for (int w = 0; w < kOverlapAddWords; ++w) {
+          if constexpr (kHalves == 1) {
+            word[0][w] = two[b][w].x, word[1][w] = two[b][w].y;
+          } else {
+            word[0][w] = __byte_perm(two[b][2 * w], two[b][2 * w + 1], 0x5410);
+            word[1][w] = __byte_perm(two[b][2 * w], two[b][2 * w + 1], 0x7632);
+          }
+        }
+        store_position(to, (i + b * threads) * 2, word[0]);
+        store_position(to, (i + b * threads) * 2 + 1, word[1]);
       }
     }
   }
@@ -220,29 +287,41 @@ class OverlapAddStage {
       const uint32_t bytes = static_cast<uint32_t>(max(offset, 0)) * static_cast<uint32_t>(sizeof(T));
       overlap_add_copy_16(to + i * 16, from + bytes, exists);
     }
+    if constexpr (kRounds) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      for (int i = thread / 2; i < p.held_positions; i += threads / 2) {
+        uint32_t word[4];
+        overlap_add_load(word, to + i * 16);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) word[w] = overlap_add_round(word[w]);
+        overlap_add_store(to + i * 16, word);
+      }
+    }
   }
 
   // A thread takes a lane's two words of a fragment; neighbouring threads take neighbouring columns.
-  __device__ __forceinline__ void load_weights(int step, int thread, int threads,
-                                               uint32_t (&word)[kWeightBatch][2]) const {
+  __device__ __forceinline__ void load_weights(int step, int thread, int threads, Raw (&raw)[kWeightBatch][2]) const {
     const int* const offsets = reinterpret_cast<const int*>(shared + p.weights);
 #pragma unroll
     for (int b = 0; b < kWeightBatch; ++b) {
       const int index = thread + b * threads, channel = (step * kOverlapAddWords + index / 8 % 4) * kHalves;
       const int offset = index < p.fragments * 32 ? offsets[index / 32 * 8 + index % 8] : -1;
-      const T* const from = weight + channel * p.weight_channel;
-      word[b][0] = load<false>(from, p.weight_channel, offset, p.group_in - channel);
-      word[b][1] = load<false>(from + 4 * kHalves * p.weight_channel, p.weight_channel, offset,
-                               p.group_in - channel - 4 * kHalves);
+      const T* const at = weight + channel * p.weight_channel + static_cast<uint32_t>(offset);
+      const int channels = offset >= 0 ? p.group_in - channel : 0;
+      load(raw[b][0], at, p.weight_channel, channels);
+      load(raw[b][1], at + 4 * kHalves * p.weight_channel, p.weight_channel, channels - 4 * kHalves);
     }
   }
   __device__ __forceinline__ void store_weights(uint32_t to, int thread, int threads,
-                                                const uint32_t (&word)[kWeightBatch][2]) const {
+                                                const Raw (&raw)[kWeightBatch][2]) const {
 #pragma unroll
     for (int b = 0; b < kWeightBatch; ++b) {
       const int index = thread + b * threads;
       if (index < p.fragments * 32) {
-        overlap_add_store(to + index / 32 * 256 + index % 8 * 32 + index / 8 % 4 * 8, word[b]);
+        const uint32_t place = to + index / 32 * 256 + index % 8 * 32 + index / 8 % 4 * 8;
+        const uint32_t word[2] = {join(raw[b][0]), join(raw[b][1])};
+        const uint32_t rounded[2] = {overlap_add_round(word[0]), overlap_add_round(word[1])};
+        overlap_add_store(place, kRounds ? rounded : word);
       }
     }
   }

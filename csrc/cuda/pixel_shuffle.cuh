@@ -38,17 +38,17 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
     pixel_shuffle_kernel(const __grid_constant__ PixelShuffleParams p,
                          const PixelShuffleEpilogue<typename Traits::T> epilogue) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(128) char pixel_shuffle_memory[];
+  extern __shared__ __align__(1024) char pixel_shuffle_memory[];
   const uint32_t shared = shared_address(pixel_shuffle_memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known to be uniform
   if (threadIdx.x == 0) PixelShuffleFeed<Traits>::init(p, shared);
   __syncthreads();
   if (warp >= p.tile.warps) {
-    pixel_shuffle_set_registers<40, false>();
+    pixel_shuffle_set_registers<Traits::kStreamed && Traits::kSize == 2 ? 56 : 40, false>();
     PixelShuffleFeed<Traits>(p, shared).copy_all();
     return;
   }
-  pixel_shuffle_set_registers<232, true>();
+  pixel_shuffle_set_registers<Traits::kStreamed && Traits::kSize == 2 ? 224 : 232, true>();
   int chunk = blockIdx.x;
   const int stream = p.by_chunks(chunk), streams = gridDim.x / p.chunks;
   const int group = p.by_chunks_of_group(chunk);
@@ -60,10 +60,11 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
   if constexpr (!Traits::kStreamed) {
 #pragma unroll 1
     for (int first = 0; first < p.tile.steps; first += p.tile.weight_steps) {
-      weights.arrange(shared + first * step_bytes, feed.wait(), min(p.tile.weight_steps, p.tile.steps - first));
+      weights.arrange(shared, feed.wait(), first, min(p.tile.weight_steps, p.tile.steps - first));
       feed.release();
     }
   }
+  if constexpr (Traits::kWide) pixel_shuffle_fence_wide();
   pixel_shuffle_sync(threads);
   const int warp_m = warp % p.tile.warps_m, warp_n = warp / p.tile.warps_m;
   const int parts = (p.tile.steps + p.tile.stage_steps - 1) / p.tile.stage_steps;
@@ -90,12 +91,14 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
         if constexpr (Traits::kStreamed) {
           // Two buffers in turn: whoever packs the next stage but one has passed the barrier of the next one.
           packed = packed == shared ? shared + p.tile.stage_steps * step_bytes : shared;
-          weights.arrange(packed, inputs + p.tile.stage_weights, steps);
+          weights.arrange(packed, inputs + p.tile.stage_weights, 0, steps);
           pixel_shuffle_sync(threads);
         } else {
           packed = shared + first_step * step_bytes;
         }
-        if constexpr (Traits::kSplit) {
+        if constexpr (Traits::kWide) {
+          product.add_wide(packed + first_tile / 16 * (4 * 8192), inputs, steps, p.tile.positions, sum);
+        } else if constexpr (Traits::kSplit) {
           product.add_split(packed + left, inputs, steps, sum);
         } else {
           if (Traits::kStreamed || part == 0) product.load(packed + left, inputs, operands);

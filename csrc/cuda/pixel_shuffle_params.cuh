@@ -14,7 +14,7 @@ enum class PixelShuffleStore : int {
   kPairs,     // contiguous, 2 taps along the width: `piece` positions a store
   kQuads,     // contiguous, 4 taps along the width: `piece` positions a store
   kChannels,  // channels_last: 16 bytes
-  kRuns,      // channels_last: through shared memory, `piece` elements at a time
+  kRuns,      // channels_last: through shared memory
 };
 
 struct PixelShuffleParams {

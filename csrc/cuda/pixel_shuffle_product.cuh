@@ -1,39 +1,11 @@
 // A warp's products: 64 rows by kPositions positions, 32 bytes of input channels a step.
 #pragma once
 
-#include "pixel_shuffle_weights.cuh"
+#include "pixel_shuffle_wide.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-
-// sum = left * right + start.
-template <typename T>
-__device__ __forceinline__ void pixel_shuffle_multiply(float (&sum)[4], const uint32_t (&left)[4],
-                                                       const uint32_t (&right)[2], const float (&start)[4]) {
-  if constexpr (sizeof(T) == 4) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
-          "f"(start[1]), "f"(start[2]), "f"(start[3]));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
-          "f"(start[1]), "f"(start[2]), "f"(start[3]));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%10, %11, %12, %13};"
-        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
-          "f"(start[1]), "f"(start[2]), "f"(start[3]));
-  }
-}
 
 template <class Traits>
 class PixelShuffleProduct {
@@ -47,7 +19,9 @@ class PixelShuffleProduct {
   __device__ PixelShuffleProduct(const PixelShuffleParams& p, int first, bool apart)
       : step_bytes(p.tile.tiles_m * 512), pitch(p.tile.input_pitch) {
     const int lane = threadIdx.x % 32;
-    if constexpr (Traits::kChannelsLast) {
+    if constexpr (Traits::kWide) {
+      right_lane = Traits::kChannelsLast ? first * 128 : first / 64 * p.tile.stage_steps * 2048;
+    } else if constexpr (Traits::kChannelsLast) {
       right_lane = (first + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
     } else if constexpr (Traits::kSize == 2) {
       right_lane = (lane % 16) * pitch + (first + lane / 16 * 8) * 2;
@@ -71,6 +45,7 @@ class PixelShuffleProduct {
     for (int step = 0; step < steps; step += 2) {
       Operands odd;
       if (step + 1 < steps) load(weights + step_bytes, inputs + input_step(), odd);
+      round_inputs(even);
       multiply(even, sum);
       weights += 2 * step_bytes, inputs += 2 * input_step();
       if (step + 2 < steps) {
@@ -78,7 +53,33 @@ class PixelShuffleProduct {
       } else {
         load_next();
       }
-      if (step + 1 < steps) multiply(odd, sum);
+      if (step + 1 < steps) {
+        round_inputs(odd);
+        multiply(odd, sum);
+      }
+    }
+  }
+
+  // The same for a stage of wide products. `weights` are its first step and the round's first 64 rows.
+  __device__ __forceinline__ void add_wide(uint32_t weights, uint32_t inputs, int steps, int positions,
+                                           Sums& sum) const {
+    inputs += right_lane;
+    pixel_shuffle_fence_wide();
+#pragma unroll 1
+    for (int first = 0; first < steps; first += 4) {
+      pixel_shuffle_pin(sum);
+      pixel_shuffle_wide_begin();
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < kTilesM; ++i) {
+          pixel_shuffle_wide<T, Traits::kChannelsLast>(sum[i], weights + i * 8192 + step * 32,
+                                                       inputs + step * (Traits::kChannelsLast ? 32 : 2048));
+        }
+      pixel_shuffle_wide_end();
+      pixel_shuffle_wide_wait<0>();
+      pixel_shuffle_pin(sum);
+      weights += 4 * step_bytes, inputs += Traits::kChannelsLast ? positions * 128 : 4 * 2048;
     }
   }
 
@@ -102,8 +103,7 @@ class PixelShuffleProduct {
 
   __device__ __forceinline__ void load(uint32_t weights, uint32_t inputs, Operands& o) const {
     inputs += right_lane;
-#pragma unroll
-    for (int i = 0; i < kTilesM; ++i) pixel_shuffle_load(o.left[i], weights + i * 512);
+    load_left(weights, o.left);
 #pragma unroll
     for (int j = 0; j < kTilesN; j += 2) {
       if constexpr (Traits::kChannelsLast) {
@@ -122,8 +122,20 @@ class PixelShuffleProduct {
   }
 
  private:
+  __device__ __forceinline__ static void load_left(uint32_t weights, uint32_t (&left)[kTilesM][4]) {
+#pragma unroll
+    for (int i = 0; i < kTilesM; ++i) pixel_shuffle_load(left[i], weights + i * 512);
+  }
   __device__ __forceinline__ int input_step() const {
     return Traits::kChannelsLast ? 32 : Traits::kStepChannels * pitch;
+  }
+
+  __device__ __forceinline__ static void round_inputs(Operands& o) {
+    if constexpr (Traits::kPrecision == PixelShufflePrecision::kTf32) {
+#pragma unroll
+      for (int j = 0; j < kTilesN; ++j)
+        pixel_shuffle_round_input(o.right[j][0]), pixel_shuffle_round_input(o.right[j][1]);
+    }
   }
 
   __device__ __forceinline__ static void multiply(const Operands& o, Sums& sum) {

@@ -25,36 +25,32 @@ class PixelShuffleRuns {
     line_pitch = Traits::kPositions * run + kVector;
   }
 
-  // Of 64 rows of the order from `first_order` on; value(i, j, q) makes the output of a sum.
+  // Of 64 rows of the order from `first_order` on, words of 32 bits at a time; value(i, j, q) makes the output of a
+  // sum.
   template <class Value>
   __device__ __forceinline__ void keep(int first_order, int64_t first_place, Value&& value) const {
+    constexpr int kWord = 4 / Traits::kSize;  // outputs, of neighbouring rows
     const int rows = p.tile.channels * p.taps, quad = threadIdx.x % 4;
     T* const at = stage + skew(first_place) + 2 * quad * run;
-    const bool pairs = Traits::kSize == 2 && p.piece == 2;
 #pragma unroll
     for (int r = 0; r < Traits::kTilesM / Traits::kGroup; ++r) {
 #pragma unroll
-      for (int e = 0; e < kRun; e += 2) {
+      for (int e = 0; e < kRun; e += kWord) {
         int of_line = first_order + (r * 8 + threadIdx.x % 32 / 4) * kRun + e;
         if (of_line >= rows) continue;
         const int i = r * Traits::kGroup + e / 2;
-        const bool both = of_line + 1 < rows;
         const int line = p.by_run(of_line);
-        T* const low = at + line * line_pitch + of_line;
-        T* const high = of_line + 1 < run ? low + 1 : at + (line + 1) * line_pitch;
+        T* to = at + line * line_pitch + of_line;
 #pragma unroll
-        for (int j = 0; j < Traits::kTilesN; ++j)
+        for (int j = 0; j < Traits::kTilesN; ++j, to += 6 * run) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int offset = (j * 8 + h) * run;
-            const T first = value(i, j, h), second = value(i, j, 2 + h);
-            if (pairs) {
-              *reinterpret_cast<Pack<T, 2>*>(low + offset) = {first, second};
-            } else {
-              low[offset] = first;
-              if (both) high[offset] = second;
-            }
+          for (int h = 0; h < 2; ++h, to += run) {
+            Pack<T, kWord> word;
+#pragma unroll
+            for (int w = 0; w < kWord; ++w) word.value[w] = value(i, j, (e + w) % 2 * 2 + h);
+            *reinterpret_cast<Pack<T, kWord>*>(to) = word;
           }
+        }
       }
     }
   }
@@ -68,7 +64,7 @@ class PixelShuffleRuns {
     int height = 0;
     for (int line = 0; line < lines; ++line) {
       const T* const from = stage + line * line_pitch;
-#pragma unroll 2
+#pragma unroll 4
       for (int element = threadIdx.x % 32 * kVector; element < end; element += 32 * kVector) {
         const int first = max(element - skip, 0);
         int of_position = first;

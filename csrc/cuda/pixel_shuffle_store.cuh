@@ -138,7 +138,7 @@ class PixelShuffleStorer {
   __device__ void store(int first_tile, int first_position, const Sums& sum) {
     const int first_order = first_tile / Traits::kGroup * 8 * kRun, orders = p.tile.channels * p.taps;
     if (first_order >= orders || first_position >= p.total) return;
-    const bool in_runs = Traits::kChannelsLast && p.store == PixelShuffleStore::kRuns;
+    const bool in_runs = Traits::kChannelsLast && !Traits::kWide && p.store == PixelShuffleStore::kRuns;
     const bool is_last = first_order + 16 * kTilesM >= orders;
     const bool is_wrong = __any_sync(~0u, !is_right(sum));
     if (in_runs) {
@@ -152,7 +152,7 @@ class PixelShuffleStorer {
     for (int r = 0; r < kRuns; ++r) row[r] = order_of(first_tile, r);
     switch (p.store) {
       case PixelShuffleStore::kPairs:
-        if constexpr (!Traits::kChannelsLast) store_pairs(row, sum);
+        if constexpr (!Traits::kChannelsLast) store_pairs(first_order, row, sum);
         break;
       case PixelShuffleStore::kQuads:
         if constexpr (!Traits::kChannelsLast) store_quads(row, sum);
@@ -161,7 +161,7 @@ class PixelShuffleStorer {
         if constexpr (Traits::kChannelsLast) store_channels(row, sum);
         break;
       case PixelShuffleStore::kRuns:
-        if constexpr (Traits::kChannelsLast) {
+        if constexpr (Traits::kChannelsLast && !Traits::kWide) {
           PixelShuffleRuns<Traits>(p, shared).keep(first_order, place_of(0),
                                                    [&](int i, int j, int q) { return value(sum, i, j, q); });
           if (is_last) finish_runs(first_order, first_position);
@@ -210,42 +210,49 @@ class PixelShuffleStorer {
   }
 
   // Two taps of two positions are neighbours; in 16 bits, neighbouring lanes swap halves to have four positions each.
-  __device__ __forceinline__ void store_pairs(const int (&row)[kRuns], const Sums& sum) const {
-    const int quad = threadIdx.x % 4;
-    int element[kTilesM];
+  __device__ __forceinline__ void store_pairs(int first_order, const int (&row)[kRuns], const Sums& sum) const {
 #pragma unroll
-    for (int i = 0; i < kTilesM; ++i) element[i] = element_of(row[i / 2] + i % 2 * 2);
-    const bool swap = Traits::kSize == 2 && p.piece == 4;
+    for (int r = 0; r < kRuns; ++r) {
+      if (first_order + r * 8 * kRun >= p.tile.channels * p.taps) break;
+      const int element[2] = {element_of(row[r]), element_of(row[r] + 2)};
+      if (Traits::kSize == 2 && p.piece == 4) {
+        store_swapped_pairs(r, element, sum);
+      } else {
+        store_own_pairs(r, element, sum);
+      }
+    }
+  }
+  __device__ __forceinline__ void store_swapped_pairs(int r, const int (&element)[2], const Sums& sum) const {
+    const int quad = threadIdx.x % 4;
+    const bool odd = quad % 2 != 0;
 #pragma unroll
     for (int j = 0; j < kTilesN; j += 2) {
-      if (swap) {
-        const bool odd = quad % 2 != 0;
-        const int64_t place = place_of((odd ? j + 1 : j) * 8 + quad / 2 * 4);
+      const int64_t place = place_of((odd ? j + 1 : j) * 8 + quad / 2 * 4);
 #pragma unroll
-        for (int i = 0; i < kTilesM; ++i) {
-          const Pack<T, 4> low = pair(sum, i, j), high = pair(sum, i, j + 1);
-          const uint2 a = reinterpret_cast<const uint2&>(low), b = reinterpret_cast<const uint2&>(high);
-          const uint2 own = odd ? b : a, other = odd ? a : b;
-          const uint2 got = {__shfl_xor_sync(~0u, other.x, 1), __shfl_xor_sync(~0u, other.y, 1)};
-          const uint4 all = odd ? make_uint4(got.x, got.y, own.x, own.y) : make_uint4(own.x, own.y, got.x, got.y);
-          if (place >= 0 && element[i] >= 0) *reinterpret_cast<uint4*>(output(place, element[i])) = all;
-        }
-        continue;
+      for (int u = 0; u < 2; ++u) {
+        const Pack<T, 4> low = pair(sum, 2 * r + u, j), high = pair(sum, 2 * r + u, j + 1);
+        const uint2 a = reinterpret_cast<const uint2&>(low), b = reinterpret_cast<const uint2&>(high);
+        const uint2 own = odd ? b : a, other = odd ? a : b;
+        const uint2 got = {__shfl_xor_sync(~0u, other.x, 1), __shfl_xor_sync(~0u, other.y, 1)};
+        const uint4 all = odd ? make_uint4(got.x, got.y, own.x, own.y) : make_uint4(own.x, own.y, got.x, got.y);
+        if (place >= 0 && element[u] >= 0) *reinterpret_cast<uint4*>(output(place, element[u])) = all;
       }
+    }
+  }
+  __device__ __forceinline__ void store_own_pairs(int r, const int (&element)[2], const Sums& sum) const {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int at = (j + h) * 8 + 2 * quad;
-        const int64_t place = place_of(at), next = place_of(at + 1);
+    for (int j = 0; j < kTilesN; ++j) {
+      const int at = j * 8 + 2 * (threadIdx.x % 4);
+      const int64_t place = place_of(at), next = place_of(at + 1);
 #pragma unroll
-        for (int i = 0; i < kTilesM; ++i) {
-          const Pack<T, 4> values = pair(sum, i, j + h);
-          if (element[i] < 0) continue;
-          if (p.piece >= 2) {
-            if (place >= 0) pixel_shuffle_store<T, 4>(output(place, element[i]), values.value);
-          } else {
-            if (place >= 0) pixel_shuffle_store<T, 2>(output(place, element[i]), values.value);
-            if (next >= 0) pixel_shuffle_store<T, 2>(output(next, element[i]), values.value + 2);
-          }
+      for (int u = 0; u < 2; ++u) {
+        const Pack<T, 4> values = pair(sum, 2 * r + u, j);
+        if (element[u] < 0) continue;
+        if (p.piece >= 2) {
+          if (place >= 0) pixel_shuffle_store<T, 4>(output(place, element[u]), values.value);
+        } else {
+          if (place >= 0) pixel_shuffle_store<T, 2>(output(place, element[u]), values.value);
+          if (next >= 0) pixel_shuffle_store<T, 2>(output(next, element[u]), values.value + 2);
         }
       }
     }

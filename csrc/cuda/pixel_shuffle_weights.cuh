@@ -10,12 +10,13 @@
 
 namespace fastconvt::cuda {
 
-template <typename T_, PixelShufflePrecision precision, bool channels_last, bool streamed>
+template <typename T_, PixelShufflePrecision precision, bool channels_last, bool streamed, bool wide>
 struct PixelShuffleTraits {
   using T = T_;
   static constexpr PixelShufflePrecision kPrecision = precision;
   static constexpr bool kChannelsLast = channels_last;
   static constexpr bool kStreamed = streamed;  // weights come with the inputs, stage by stage
+  static constexpr bool kWide = wide;          // products of four warps together
   static constexpr bool kSplit = precision == PixelShufflePrecision::kFloat32;
   static constexpr int kSize = sizeof(T);
   static constexpr int kStepChannels = 32 / kSize;
@@ -40,12 +41,21 @@ struct PixelShuffleEpilogue {
 // Where a row of the order lies among the left operands.
 template <class Traits>
 struct PixelShuffleRow {
-  int tile, row, half;
+  int tile, row, half;  // of a tile's 16 rows, `row` is in its lanes' registers number `half`
+
   __device__ explicit PixelShuffleRow(int order) {
     constexpr int kRun = Traits::kRun;
     const int in_run = order % kRun;
     row = order / kRun % 8, half = in_run % 2;
     tile = order / (8 * kRun) * Traits::kGroup + in_run / 2;
+  }
+
+  // Bytes to its first term. A wide product is of four tiles of four warps; vectors of 16 bytes stand where the row's
+  // number modulo 8 says.
+  __device__ int offset() const {
+    if constexpr (!Traits::kWide) return tile * 512 + row * 64 + half * 4;
+    const int warp = tile / 4 % 4, product = tile / 16 * 4 + tile % 4;
+    return (product * 64 + warp * 16 + half * 8 + row) * 128 + row * 16;
   }
 };
 
@@ -59,7 +69,6 @@ __device__ __forceinline__ uint32_t pixel_shuffle_round(uint32_t x) {
 template <class Traits>
 class PixelShuffleWeights {
   using T = typename Traits::T;
-  static constexpr int kUnit = Traits::kSize == 4 ? 1 : 2;  // steps that are packed together
 
  public:
   // Of the block's chunk.
@@ -74,60 +83,66 @@ class PixelShuffleWeights {
 
   // Steps as they are in memory, by the threads that copy.
   __device__ void copy(uint32_t raw, int first, int steps) const {
-    const int channels = (steps + kUnit - 1) / kUnit * kUnit * Traits::kStepChannels;
     pixel_shuffle_with_bytes<Traits::kSize>(p.weight_copy, [&](auto bytes) {
-      copy_rows<decltype(bytes)::value>(raw, first * Traits::kStepChannels, channels);
+      copy_rows<decltype(bytes)::value>(raw, first * Traits::kStepChannels, steps * Traits::kStepChannels);
     });
   }
 
-  // To left operands: step, tile, lane; by the warps that multiply. `raw` are steps as copied.
-  __device__ void arrange(uint32_t packed, uint32_t raw, int steps) const {
+  // Steps from `first` on to left operands, by the warps that multiply; `raw` are steps as copied. Left operands lie by
+  // step, tile and lane or, for wide products, in rows of 128 bytes, four steps, as the inputs do
+  // (pixel_shuffle_feed.cuh).
+  __device__ void arrange(uint32_t packed, uint32_t raw, int first, int steps) const {
+    constexpr int kColumns = Traits::kSize == 2 ? 2 : 1;  // of 8 rows of the product, that are loaded together
+    constexpr int kBatch = Traits::kStreamed ? 1 : 2;     // loads at a time
     const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    const int columns = p.tile.tiles_m * 2;  // of 8 rows of the product
-    const int units = (steps + kUnit - 1) / kUnit, step_bytes = p.tile.tiles_m * 512;
-    constexpr int kBatch = Traits::kStreamed ? 2 : 4;  // columns at a time
-    raw += Traits::kSize == 2 ? lane * p.tile.weight_pitch : quad * p.tile.weight_pitch + row * 4;
+    const int loads = p.tile.tiles_m * 2 / kColumns, step_bytes = p.tile.tiles_m * 512;
+    raw += Traits::kSize == 2 ? lane % 16 * p.tile.weight_pitch + lane / 16 * 16 : quad * p.tile.weight_pitch + row * 4;
 #pragma unroll 1
-    for (int first = threadIdx.x / 32; first < columns; first += kBatch * p.tile.warps) {
-      uint32_t to[kBatch];
+    for (int load = threadIdx.x / 32; load < loads; load += kBatch * p.tile.warps) {
+      uint32_t to[kBatch][kColumns];
 #pragma unroll
-      for (int c = 0; c < kBatch; ++c) {
-        const PixelShuffleRow<Traits> place(order((first + c * p.tile.warps) * 8 + row));
-        to[c] = packed + place.tile * 512 + (place.row * 4 + quad) * 16 + place.half * 4;
-      }
-      uint32_t from = raw + first * (Traits::kSize * 8);
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          const PixelShuffleRow<Traits> place(order(((load + b * p.tile.warps) * kColumns + c) * 8 + row));
+          to[b][c] = packed + place.offset() + quad * (Traits::kWide ? 4 : 16);
+        }
+      uint32_t from = raw + load * 32;
 #pragma unroll 1
-      for (int unit = 0; unit < units; ++unit) {
-        uint32_t word[kBatch][4];
+      for (int step = first; step < first + steps; ++step) {
+        uint32_t word[kBatch][kColumns][2];
 #pragma unroll
-        for (int c = 0; c < kBatch; ++c) {
-          if (first + c * p.tile.warps < columns) load_unit(word[c], from + c * p.tile.warps * (Traits::kSize * 8));
+        for (int b = 0; b < kBatch; ++b) {
+          if (load + b * p.tile.warps < loads) load_words(word[b], from + b * p.tile.warps * 32);
         }
 #pragma unroll
-        for (int c = 0; c < kBatch; ++c) {
-          if (first + c * p.tile.warps < columns) keep_unit(to[c], word[c], step_bytes);
-          to[c] += kUnit * step_bytes;
-        }
-        from += kUnit * Traits::kStepChannels * p.tile.weight_pitch;
+        for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            if (load + b * p.tile.warps >= loads) continue;
+            uint32_t at = to[b][c] + step * step_bytes, next = at + 8;
+            if constexpr (Traits::kWide) {
+              at = to[b][c] + step / 4 * 4 * step_bytes ^ step % 4 * 32;
+              next = at ^ 16;
+            }
+            pixel_shuffle_keep(at, word[b][c][0]);
+            pixel_shuffle_keep(next, word[b][c][1]);
+          }
+        from += Traits::kStepChannels * p.tile.weight_pitch;
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void load_unit(uint32_t (&word)[4], uint32_t from) const {
+  template <int kColumns>
+  __device__ __forceinline__ void load_words(uint32_t (&word)[kColumns][2], uint32_t from) const {
     if constexpr (Traits::kSize == 2) {
-      pixel_shuffle_matrices<true>(word[0], word[1], word[2], word[3], from);
+      pixel_shuffle_matrices<true>(word[0][0], word[0][1], word[1][0], word[1][1], from);
     } else {
-      word[0] = pixel_shuffle_load(from), word[1] = pixel_shuffle_load(from + 4 * p.tile.weight_pitch);
-      if constexpr (!Traits::kSplit) word[0] = pixel_shuffle_round(word[0]), word[1] = pixel_shuffle_round(word[1]);
-    }
-  }
-  __device__ __forceinline__ void keep_unit(uint32_t to, const uint32_t (&word)[4], int step_bytes) const {
-    pixel_shuffle_keep(to, word[0]);
-    pixel_shuffle_keep(to + 8, word[1]);
-    if constexpr (Traits::kSize == 2) {
-      pixel_shuffle_keep(to + step_bytes, word[2]);
-      pixel_shuffle_keep(to + step_bytes + 8, word[3]);
+      word[0][0] = pixel_shuffle_load(from), word[0][1] = pixel_shuffle_load(from + 4 * p.tile.weight_pitch);
+      if constexpr (!Traits::kSplit) {
+        word[0][0] = pixel_shuffle_round(word[0][0]), word[0][1] = pixel_shuffle_round(word[0][1]);
+      }
     }
   }
 
