@@ -100,7 +100,10 @@ Tensor aten_convolution(const Call& call, bool in_float32) {
   if (call.bias) bias = as_computed(*call.bias);
   const bool deterministic =
       !call.input.is_cpu() && torch::stable::detail::to<bool>(call_operator("fastconvt::_deterministic", "")[0]);
-  return call_aten("aten::_convolution", "", as_computed(call.input), as_computed(call.weight), bias,
+  // cuDNN would convert the weight again if it were not in the input's layout.
+  const bool as_given = !call.input.is_cpu() && is_channels_last(call.weight);
+  const Tensor weight = as_given ? call.weight : contiguous_weight(call);
+  return call_aten("aten::_convolution", "", as_computed(call.input), as_computed(weight), bias,
                    spatial_list(call, &Axis::stride), spatial_list(call, &Axis::padding),
                    spatial_list(call, &Axis::dilation), /*transposed=*/true, spatial_list(call, &Axis::output_padding),
                    call.problem.groups, /*benchmark=*/true, deterministic, /*cudnn_enabled=*/true,
@@ -129,10 +132,11 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
   const bool channels_last = is_channels_last(call.input) || is_channels_last(weight);
   call.problem.layout = channels_last ? Layout::kChannelsLast : Layout::kContiguous;
   call.input = to_layout(call.input, call.problem.layout);
-  call.weight = to_layout(weight, Layout::kContiguous);
   if (bias) call.bias = to_layout(*bias, Layout::kContiguous);
   return call;
 }
+
+Tensor contiguous_weight(const Call& call) { return to_layout(call.weight, Layout::kContiguous); }
 
 bool has_strides_of(const Tensor& t, Layout layout) {
   const int64_t dim = t.dim();

@@ -20,7 +20,7 @@ using IntList = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline std::vector<int64_t> vec(IntList list) { return {list.begin(), list.end()}; }
 
-// A checked call: the tensors are dense in problem.layout, and have a batch dimension.
+// A checked call: input and bias are dense in problem.layout, the input has a batch dimension; the weight is as given.
 struct Call {
   Problem problem;
   int spatial;   // 1, 2 or 3: of the operator
@@ -42,6 +42,9 @@ struct Tensors {
 // Checks the arguments and makes input, weight and bias dense; nothing is allocated before the checks have passed.
 Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
                IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
+
+// The weight as our kernels read it.
+Tensor contiguous_weight(const Call& call);
 
 // The spatial entries of an axis list, for the operator's own number of dimensions.
 std::vector<int64_t> spatial_list(const Call& call, int64_t Axis::* member);

@@ -226,7 +226,8 @@ inline double heads_cost_ms(const Problem& problem, const HeadsTile& t) {
   const double product = halves ? 0.28 : problem.allow_tf32 ? 0.5 : 0.83;  // picoseconds
   const double pairs = double(t.channels * problem.kernel_positions());
   const double position = 0.9 * pairs + product * double(problem.in_channels_per_group() * t.row_tiles);
-  const double layout = problem.layout == Layout::kChannelsLast ? 1.12 : 1;
+  const bool apart = problem.axis[2].kernel <= problem.axis[2].stride;  // more is stored for what is loaded
+  const double layout = problem.layout != Layout::kChannelsLast ? 1 : apart ? 1.65 : 1.12;
   return 0.028 + 1e-9 / 1.28 * layout * position * 32 * double(problem.axis[t.march].in) * heads_work(problem, t);
 }
 

@@ -264,6 +264,7 @@ inline double heads_gradient_ms(const Problem& p, const HeadsGradientTile& t) {
 
 // Groups that are interleaved in memory take longer.
 inline double heads_gradient_penalty(const Problem& p) {
+  if (p.out_channels_per_group() >= 32) return 3;  // what the family is not made for
   return p.layout == Layout::kChannelsLast && p.groups > 1 ? 1.8 : 1;
 }
 

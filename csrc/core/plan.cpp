@@ -164,12 +164,13 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
   const bool direct = p.layout == Layout::kChannelsLast && !dilated && (in * p.element_size()) % 16 == 0 &&
                       (out * p.element_size()) % 16 == 0;
   const CudnnRate& rate = direct ? channels_last : contiguous;
+  const double grouped = p.groups > 1 && tile == 32 ? 1.7 : 1;
   if (p.groups > 1) tile = 32;
   const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
   const double bytes = double(p.element_size() * p.groups * p.batch);
   const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
   const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
-  const double products = rate.products * (p.groups > 1 ? 1.7 : 1) * ms(2 * p.macs() / filled, operations);
+  const double products = rate.products * grouped * ms(2 * p.macs() / filled, operations);
   return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
 }
 

@@ -42,6 +42,7 @@ const void* bias_data(const Call& call) { return call.bias ? call.bias->const_da
 // Our kernels know the contiguous layout: a channels-last call is converted on the way in and on the way out.
 Call contiguous_call(Call call) {
   call.input = to_layout(call.input, Layout::kContiguous);
+  call.weight = contiguous_weight(call);
   call.problem.layout = Layout::kContiguous;
   return call;
 }

@@ -110,7 +110,8 @@ LaunchConvolution find_launcher(CandidateId candidate) {
 // By the kernels of a candidate.
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  const void *input = call.input.const_data_ptr(), *weight = call.weight.const_data_ptr(), *bias = bias_data(call);
+  const Tensor contiguous = contiguous_weight(call);
+  const void *input = call.input.const_data_ptr(), *weight = contiguous.const_data_ptr(), *bias = bias_data(call);
   if (candidate == CandidateId::kRowsPersistent) {
     const Tensor counter = workspace(call.input, rows_persistent_workspace(problem));
     return launch_rows_persistent(problem, input, weight, bias, output, counter.mutable_data_ptr(), stream);
@@ -218,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
     const Tensor grad =
         to_layout(call.batched ? grad_output : torch::stable::unsqueeze(grad_output, 0), problem.layout);
     if (by_input) {
-      check(by_input->input(problem, grad.const_data_ptr(), call.weight.const_data_ptr(), grad_input.data(),
+      check(by_input->input(problem, grad.const_data_ptr(), contiguous_weight(call).const_data_ptr(), grad_input.data(),
                             scope.stream()),
             name.c_str());
     }
@@ -264,7 +265,7 @@ Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optio
   }
   const Tensor output = allocate_output(call, 1, layout);
   const auto launch = choice == CandidateId::kFusedMma ? launch_chain_mma : launch_logsumexp_hardswish;
-  check(launch(call.problem, call.input.const_data_ptr(), call.weight.const_data_ptr(), bias_data(call),
+  check(launch(call.problem, call.input.const_data_ptr(), contiguous_weight(call).const_data_ptr(), bias_data(call),
                subtrahend.const_data_ptr(), min, max, output.mutable_data_ptr(), scope.stream()),
         kChain);
   return finish_output(call, output, layout);
@@ -298,7 +299,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
   const auto launch = mma ? launch_fused_chain_backward : launch_logsumexp_hardswish_backward;
   const Tensor grad = to_layout(grad_output, Layout::kContiguous);
   const Tensor sums = workspace(input, workspace_bytes(call.problem));
-  check(launch(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(), call.weight.const_data_ptr(),
+  const Tensor contiguous = contiguous_weight(call);
+  check(launch(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(), contiguous.const_data_ptr(),
                bias_data(call), subtrahend.const_data_ptr(), min, max, grad_input.data(), grad_weight.data(),
                data(grad_bias), data(grad_subtrahend), sums.mutable_data_ptr(), scope.stream()),
         name.c_str());

@@ -41,7 +41,7 @@ Shape choose_shape(const Problem& problem) {
 bool is_long(const Problem& problem) {
   double products = static_cast<double>(problem.in_channels_per_group());
   for (const Axis& axis : problem.axis) products *= static_cast<double>(ceil_div(axis.kernel, axis.tap_step()));
-  return problem.dtype == DType::kFloat32 && products > 2 * kGatherRun;
+  return problem.dtype == DType::kFloat32 && products > kGatherLong;
 }
 
 template <typename T, bool kLong, typename Function>

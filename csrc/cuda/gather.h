@@ -48,8 +48,9 @@ struct GatherTile {
 constexpr int kMaxGatherThreads = 256;
 constexpr int gather_min_blocks(int registers) { return registers <= 16 ? 4 : registers <= 32 ? 3 : 2; }
 
-// Products after which a long sum in float32 is added to a total; sums of twice as many are long.
-inline constexpr int kGatherRun = 64;
+// A sum in float32 of more products is long, and is added to a total after so many, or a few more.
+inline constexpr int kGatherLong = 128;
+inline constexpr int kGatherRun = 16;
 
 // Outputs are staged for the store `channels` at once: place of the index-th. A gap after every 128 bytes keeps banks
 // apart.
