@@ -18,7 +18,6 @@ struct LongRowsShape {
   int kernel, stride, dilation;
 };
 inline constexpr LongRowsShape kLongRowsShapes[] = {{3, 2, 2}, {5, 3, 2}};
-inline constexpr int kNumLongRowsShapes = sizeof(kLongRowsShapes) / sizeof(kLongRowsShapes[0]);
 
 inline constexpr int kLongRowsChannels = 16;    // output channels of an MMA
 inline constexpr int kLongRowsInChannels = 32;  // of a group

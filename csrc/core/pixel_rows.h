@@ -19,7 +19,6 @@ struct PixelRowsShape {
   int kernel, stride, dilation;
 };
 inline constexpr PixelRowsShape kPixelRowsShapes[] = {{3, 2, 2}, {3, 5, 2}};
-inline constexpr int kNumPixelRowsShapes = sizeof(kPixelRowsShapes) / sizeof(kPixelRowsShapes[0]);
 
 inline constexpr int kPixelRowsChannels = 16;     // output channels of an MMA
 inline constexpr int kPixelRowsBlocks = 4;        // of these, at most

@@ -17,7 +17,6 @@ namespace fastconvt {
 // Of the last axis.
 inline constexpr RowsMmaShape kRowsPersistentShapes[] = {{5, 3, 1}, {3, 2, 2}, {3, 2, 3}, {4, 2, 1},
                                                          {5, 3, 2}, {3, 2, 1}, {2, 2, 1}, {3, 5, 2}};
-inline constexpr int kNumRowsPersistentShapes = sizeof(kRowsPersistentShapes) / sizeof(kRowsPersistentShapes[0]);
 
 // Warps that multiply, at most: as many as registers are there for; float32 as three products and many phases take more
 // of them.

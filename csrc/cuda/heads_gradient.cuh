@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "../core/heads_gradient.h"
+#include "device/copy_groups.cuh"
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
@@ -283,25 +284,6 @@ __device__ __forceinline__ void heads_stage_grads(const HeadsGradientParams& p, 
   });
 }
 
-__device__ __forceinline__ void heads_commit_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Until all but the latest `pending` groups of copies have landed; 0 <= pending <= 2.
-__device__ __forceinline__ void heads_wait_for_copies(int pending) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if (pending >= 2) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (pending == 1) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  }
-#endif
-}
-
 // The boxes of a block, each computed while the next ones are copied. One thread makes what all need to know of a box,
 // a turn before it is copied. Everyone has met after the tables were made.
 template <typename Copy, typename Compute>
@@ -315,11 +297,11 @@ __device__ __forceinline__ void heads_for_boxes(const HeadsGradientParams& p, co
   for (; computed < p.boxes; copied += step, computed += step) {
     const bool started = computed >= 0;
     if (started) {
-      heads_wait_for_copies(p.stages - 2);
+      wait_for_groups(p.stages - 2);
       __syncthreads();
     }
     if (copied < p.boxes) copy(ring[slot], target);
-    heads_commit_copies();
+    commit_copies();
     if (++target == p.stages) target = 0;
     if (++slot > p.stages) slot = 0;
     if (!started) continue;

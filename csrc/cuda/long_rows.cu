@@ -65,19 +65,6 @@ cudaError_t launch_shape(const LongRowsParams& p, cudaStream_t stream) {
   return launch<LongRowsTraits<T, kSplit, 0, kKernel, kStride, kDilation>>(p, stream);
 }
 
-template <typename T, bool kSplit = false, int kShape = 0>
-cudaError_t dispatch_long_rows(const Axis& width, const LongRowsParams& p, cudaStream_t stream) {
-  if constexpr (kShape == kNumLongRowsShapes) {
-    return cudaErrorNotSupported;
-  } else {
-    constexpr LongRowsShape kOf = kLongRowsShapes[kShape];
-    if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
-      return launch_shape<T, kSplit, kOf.kernel, kOf.stride, kOf.dilation>(p, stream);
-    }
-    return dispatch_long_rows<T, kSplit, kShape + 1>(width, p, stream);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_long_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -85,16 +72,12 @@ cudaError_t launch_long_rows(const Problem& problem, const void* input, const vo
   if (problem.out_elements() == 0) return cudaSuccess;
   if (!long_rows_refusal(problem).empty()) return cudaErrorNotSupported;
   const LongRowsParams p = long_rows_params(problem, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      if constexpr (sizeof(T) == 4) {
-        if (long_rows_splits(problem)) return dispatch_long_rows<T, true>(problem.axis[2], p, stream);
-      }
-      return dispatch_long_rows<T>(problem.axis[2], p, stream);
-    }
+  return dispatch_products(problem.dtype, long_rows_splits(problem), [&](auto tag, auto split) {
+    return dispatch_axis<kLongRowsShapes>(problem.axis[2], [&](auto shape) {
+      using T = typename decltype(tag)::type;
+      constexpr auto kOf = kLongRowsShapes[decltype(shape)::value];
+      return launch_shape<T, decltype(split)::value, kOf.kernel, kOf.stride, kOf.dilation>(p, stream);
+    });
   });
 }
 

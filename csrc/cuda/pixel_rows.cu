@@ -59,19 +59,6 @@ cudaError_t launch(const PixelRowsParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, bool kSplit = false, int kShape = 0>
-cudaError_t dispatch_pixel_rows(const Axis& width, const PixelRowsParams& p, cudaStream_t stream) {
-  if constexpr (kShape == kNumPixelRowsShapes) {
-    return cudaErrorNotSupported;
-  } else {
-    constexpr PixelRowsShape kOf = kPixelRowsShapes[kShape];
-    if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
-      return launch<PixelRowsTraits<T, kSplit, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
-    }
-    return dispatch_pixel_rows<T, kSplit, kShape + 1>(width, p, stream);
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_pixel_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -79,16 +66,12 @@ cudaError_t launch_pixel_rows(const Problem& problem, const void* input, const v
   if (problem.out_elements() == 0) return cudaSuccess;
   if (!pixel_rows_refusal(problem).empty()) return cudaErrorNotSupported;
   const PixelRowsParams p = pixel_rows_params(problem, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      if constexpr (sizeof(T) == 4) {
-        if (pixel_rows_splits(problem)) return dispatch_pixel_rows<T, true>(problem.axis[2], p, stream);
-      }
-      return dispatch_pixel_rows<T>(problem.axis[2], p, stream);
-    }
+  return dispatch_products(problem.dtype, pixel_rows_splits(problem), [&](auto tag, auto split) {
+    return dispatch_axis<kPixelRowsShapes>(problem.axis[2], [&](auto shape) {
+      using T = typename decltype(tag)::type;
+      constexpr auto kOf = kPixelRowsShapes[decltype(shape)::value];
+      return launch<PixelRowsTraits<T, decltype(split)::value, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
+    });
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../core/rows_gradient.h"
+#include "device/copy_groups.cuh"
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
@@ -92,25 +93,6 @@ __device__ __forceinline__ void copy_async(uint32_t target, const void* source, 
     asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(target), "l"(source), "r"(exists ? kBytes : 0),
                  "n"(kBytes)
                  : "memory");
-  }
-#endif
-}
-
-__device__ __forceinline__ void commit_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Until all but the latest `pending` groups of copies have landed; 0 <= pending <= 2.
-__device__ __forceinline__ void wait_for_groups(int pending) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if (pending >= 2) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (pending == 1) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
 #endif
 }

@@ -85,19 +85,6 @@ cudaError_t launch(const RowsPersistentParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, bool kSplit = false, int kShape = 0>
-cudaError_t dispatch_rows_persistent(const Axis& width, const RowsPersistentParams& p, cudaStream_t stream) {
-  if constexpr (kShape == kNumRowsPersistentShapes) {
-    return cudaErrorNotSupported;
-  } else {
-    constexpr RowsMmaShape kOf = kRowsPersistentShapes[kShape];
-    if (width.kernel == kOf.kernel && width.stride == kOf.stride && width.dilation == kOf.dilation) {
-      return launch<RowsPersistentTraits<T, kSplit, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
-    }
-    return dispatch_rows_persistent<T, kSplit, kShape + 1>(width, p, stream);
-  }
-}
-
 }  // namespace
 
 // What blocks count arrivals in, once it has been cleared by one of them.
@@ -109,16 +96,12 @@ cudaError_t launch_rows_persistent(const Problem& problem, const void* input, co
   RowsPersistentParams p = rows_persistent_params(problem, input, weight, bias, output);
   // Chunks of one row are too small to wait for one another.
   p.arrivals = p.tile.chunk * p.tile.rows > 1 ? static_cast<unsigned*>(workspace) : nullptr;
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      if constexpr (sizeof(T) == 4) {
-        if (rows_persistent_splits(problem)) return dispatch_rows_persistent<T, true>(problem.axis[2], p, stream);
-      }
-      return dispatch_rows_persistent<T>(problem.axis[2], p, stream);
-    }
+  return dispatch_products(problem.dtype, rows_persistent_splits(problem), [&](auto tag, auto split) {
+    return dispatch_axis<kRowsPersistentShapes>(problem.axis[2], [&](auto shape) {
+      using T = typename decltype(tag)::type;
+      constexpr auto kOf = kRowsPersistentShapes[decltype(shape)::value];
+      return launch<RowsPersistentTraits<T, decltype(split)::value, kOf.kernel, kOf.stride, kOf.dilation>>(p, stream);
+    });
   });
 }
 
