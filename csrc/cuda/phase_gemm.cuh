@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_cells(uint32_t (&a)[kRowTiles][4], const ui
       for (int q = 0; q < 4; ++q) a[i][q] = rounded_tf32(a[i][q]);
     }
 #pragma unroll
-    for (int q = 0; q < 4; ++q) asm volatile("" : "+r"(a[i][q]));  // not after products_begin()
+    for (int q = 0; q < 4; ++q) asm volatile("" : "+r"(a[i][q]));  // not after wgmma_fence()
   }
 }
 
@@ -78,10 +78,10 @@ __device__ __forceinline__ void add_stage(float (&sum)[kRowTiles][kColumnTiles][
                                           uint32_t (&odd)[kRowTiles][4], Release&& release) {
   uint64_t columns = column_operand(steps.weights, kColumnTiles * 128);
   const auto start = [&](const uint32_t (&a)[kRowTiles][4]) {
-    products_begin();
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) start_product<T>(sum[i], a[i], columns);
-    products_commit();
+    wgmma_commit();
     columns += steps.weight_step >> 4;
   };
   load_cells<T>(even, cell, steps.shift(0));
@@ -89,16 +89,16 @@ __device__ __forceinline__ void add_stage(float (&sum)[kRowTiles][kColumnTiles][
 #pragma unroll 1
   for (int step = 0; step < steps.count; step += 2) {
     start(even);
-    products_wait<1>();
+    wgmma_wait<1>();
     release(step == 0);
     if (step + 1 == steps.count) {
-      products_wait<0>();
+      wgmma_wait<0>();
       break;
     }
     load_cells<T>(odd, cell, next);
     next = steps.shift(step + 2);
     start(odd);
-    products_wait<1>();
+    wgmma_wait<1>();
     if (step + 2 < steps.count) load_cells<T>(even, cell, next);
     next = steps.shift(step + 3);
   }
@@ -166,7 +166,7 @@ __device__ __forceinline__ void multiply_items(const PhaseGemmParams& p, unsigne
         if constexpr (kThree) release(true);
       }
       if constexpr (!kThree) {
-        products_wait<0>();
+        wgmma_wait<0>();
         release(true);
       }
       if (p.direct) {

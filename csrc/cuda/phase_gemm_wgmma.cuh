@@ -2,6 +2,7 @@
 // one in shared memory.
 #pragma once
 
+#include "device/wgmma.cuh"
 #include "phase_gemm_barrier.cuh"
 #include "phase_gemm_product.cuh"
 
@@ -10,24 +11,6 @@ namespace fastconvt::cuda {
 // The right operand: columns 16 bytes apart, granules of channels `pitch` bytes apart.
 __device__ __forceinline__ uint64_t column_operand(uint32_t address, int pitch) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(pitch >> 4) << 16 | uint64_t{8} << 32;
-}
-
-__device__ __forceinline__ void products_begin() {
-#ifdef FASTCONVT_PHASE_GEMM
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void products_commit() {
-#ifdef FASTCONVT_PHASE_GEMM
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-// Until all but the last kLeft commitments have ended.
-template <int kLeft>
-__device__ __forceinline__ void products_wait() {
-#ifdef FASTCONVT_PHASE_GEMM
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-#endif
 }
 
 #define FASTCONVT_SUM1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -60,7 +43,7 @@ __device__ __forceinline__ void products_wait() {
     FASTCONVT_PRODUCT("m64n128" k, types, FASTCONVT_REGS64, FASTCONVT_SUM16, "%64", "%65", "%66", "%67", "%68", tail); \
   }
 
-// d += a * columns, in flight until products_wait().
+// d += a * columns, in flight until wgmma_wait().
 template <typename T, int kColumnTiles>
 __device__ __forceinline__ void start_product(float (&d)[kColumnTiles][4], const uint32_t (&a)[4], uint64_t columns) {
 #ifdef FASTCONVT_PHASE_GEMM

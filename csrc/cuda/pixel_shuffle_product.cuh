@@ -68,7 +68,7 @@ class PixelShuffleProduct {
 #pragma unroll 1
     for (int first = 0; first < steps; first += 4) {
       pixel_shuffle_pin(sum);
-      pixel_shuffle_wide_begin();
+      wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -76,8 +76,8 @@ class PixelShuffleProduct {
           pixel_shuffle_wide<T, Traits::kChannelsLast>(sum[i], weights + i * 8192 + step * 32,
                                                        inputs + step * (Traits::kChannelsLast ? 32 : 2048));
         }
-      pixel_shuffle_wide_end();
-      pixel_shuffle_wide_wait<0>();
+      wgmma_commit();
+      wgmma_wait<0>();
       pixel_shuffle_pin(sum);
       weights += 4 * step_bytes, inputs += Traits::kChannelsLast ? positions * 128 : 4 * 2048;
     }

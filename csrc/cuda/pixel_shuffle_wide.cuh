@@ -2,6 +2,7 @@
 // Elsewhere the same from the same places in shared memory, a warp at a time.
 #pragma once
 
+#include "device/wgmma.cuh"
 #include "pixel_shuffle_weights.cuh"
 
 namespace fastconvt::cuda {
@@ -101,24 +102,6 @@ __device__ __forceinline__ void pixel_shuffle_pin(E (&x)[kCount]) {
 __device__ __forceinline__ void pixel_shuffle_fence_wide() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-// Before products of registers that were written since the ones before.
-__device__ __forceinline__ void pixel_shuffle_wide_begin() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void pixel_shuffle_wide_end() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-// Until all groups of products but the last kPending are done.
-template <int kPending>
-__device__ __forceinline__ void pixel_shuffle_wide_wait() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 #endif
 }
 
