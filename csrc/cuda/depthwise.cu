@@ -311,13 +311,9 @@ cudaError_t dispatch_form(const Problem& problem, const Choice& choice, Depthwis
 }
 
 cudaError_t run(const Problem& problem, const Choice& choice, DepthwiseParams& p, cudaStream_t stream) {
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      return dispatch_form<T>(problem, choice, p, stream);
-    }
+    return dispatch_form<T>(problem, choice, p, stream);
   });
 }
 

@@ -168,13 +168,9 @@ cudaError_t launch_depthwise_input_gradient(const Problem& original, const void*
   const cudaError_t error = launch_depthwise_input_window(problem, grad_output, weight, grad_input, stream);
   if (error != cudaErrorNotSupported) return error;
   const Call call{grad_output, weight, grad_input, stream};
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      return dispatch<T>(problem, call);
-    }
+    return dispatch<T>(problem, call);
   });
 }
 

@@ -160,13 +160,9 @@ cudaError_t dispatch_shape(const Problem& problem, const Call& call) {
 cudaError_t launch_depthwise_input_window(const Problem& problem, const void* grad_output, const void* weight,
                                           void* grad_input, cudaStream_t stream) {
   const Call call{grad_output, weight, grad_input, stream};
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      return dispatch_shape<T>(problem, call);
-    }
+    return dispatch_shape<T>(problem, call);
   });
 }
 

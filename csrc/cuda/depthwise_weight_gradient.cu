@@ -254,14 +254,10 @@ cudaError_t launch_depthwise_weight_gradient(const Problem& original, const void
   if (blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
   const Call call{
       p, form, depthwise_gradient_window(problem), column_stride(problem), static_cast<unsigned>(blocks), stream};
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      const cudaError_t error = dispatch_window<T>(call);
-      return error == cudaSuccess ? launch_reduction<T>(p, stream) : error;
-    }
+    const cudaError_t error = dispatch_window<T>(call);
+    return error == cudaSuccess ? launch_reduction<T>(p, stream) : error;
   });
 }
 

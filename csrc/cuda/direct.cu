@@ -308,20 +308,16 @@ cudaError_t launch_direct(const Problem& original, const void* input, const void
   if (!direct_refusal(original).empty()) return cudaErrorNotSupported;
   const Problem problem = direct_view(original);
   DirectParams p = make_params(problem, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      if constexpr (sizeof(T) == 2) {
-        if (has_matrix_units()) {
-          const cudaError_t error = dispatch_mma<T>(problem, p, stream);
-          if (error != cudaErrorNotSupported) return error;
-        }
+    if constexpr (sizeof(T) == 2) {
+      if (has_matrix_units()) {
+        const cudaError_t error = dispatch_mma<T>(problem, p, stream);
+        if (error != cudaErrorNotSupported) return error;
       }
-      return problem.layout == Layout::kChannelsLast ? dispatch_window<T, true>(problem, p, stream)
-                                                     : dispatch_window<T, false>(problem, p, stream);
     }
+    return problem.layout == Layout::kChannelsLast ? dispatch_window<T, true>(problem, p, stream)
+                                                   : dispatch_window<T, false>(problem, p, stream);
   });
 }
 

@@ -31,19 +31,39 @@ auto dispatch_dtype(DType dtype, Function&& function) {
   }
 }
 
-// The same for kernels on matrix units: function(TypeTag<T>{}, split), where `split`, known at compile time, tells
-// whether float32 takes three products. float64 is not supported.
+// The same for kernels that do not know float64.
 template <typename Function>
-cudaError_t dispatch_products(DType dtype, bool split, Function&& function) {
+cudaError_t dispatch_up_to_float32(DType dtype, Function&& function) {
   return dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
+    if constexpr (sizeof(typename decltype(tag)::type) == 8) {
       return cudaErrorNotSupported;
     } else {
-      if constexpr (sizeof(T) == 4) {
-        if (split) return function(tag, std::true_type{});
-      }
-      return function(tag, std::false_type{});
+      return function(tag);
+    }
+  });
+}
+
+// The same for kernels on matrix units: function(TypeTag<T>{}, split), where `split`, known at compile time, tells
+// whether float32 takes three products.
+template <typename Function>
+cudaError_t dispatch_products(DType dtype, bool split, Function&& function) {
+  return dispatch_up_to_float32(dtype, [&](auto tag) {
+    if constexpr (sizeof(typename decltype(tag)::type) == 4) {
+      if (split) return function(tag, std::true_type{});
+    }
+    return function(tag, std::false_type{});
+  });
+}
+
+// The same: function(TypeTag<T>{}, precision), a std::integral_constant of an enum with kFloat32, kTf32 and k16Bits.
+template <typename Precision, typename Function>
+cudaError_t dispatch_precision(const Problem& problem, Function&& function) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
+    if constexpr (sizeof(typename decltype(tag)::type) == 2) {
+      return function(tag, std::integral_constant<Precision, Precision::k16Bits>{});
+    } else {
+      return problem.allow_tf32 ? function(tag, std::integral_constant<Precision, Precision::kTf32>{})
+                                : function(tag, std::integral_constant<Precision, Precision::kFloat32>{});
     }
   });
 }

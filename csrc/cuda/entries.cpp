@@ -89,23 +89,15 @@ const char* plain_name(int spatial) {
   return kNames[spatial - 1];
 }
 
-using LaunchConvolution = decltype(&launch_gather);
-
-// The launcher of a candidate that needs no workspace.
-LaunchConvolution find_launcher(CandidateId candidate) {
-  constexpr std::pair<CandidateId, LaunchConvolution> kLaunchers[] = {
-      {CandidateId::kGather, launch_gather},          {CandidateId::kDepthwise, launch_depthwise},
-      {CandidateId::kDirect, launch_direct},          {CandidateId::kHeads, launch_heads},
-      {CandidateId::kOverlapAdd, launch_overlap_add}, {CandidateId::kPixelShuffle, launch_pixel_shuffle},
-      {CandidateId::kRowTile, launch_row_tile},       {CandidateId::kRows, launch_rows},
-      {CandidateId::kRowsMma, launch_rows_mma},       {CandidateId::kLongRows, launch_long_rows},
-      {CandidateId::kPixelRows, launch_pixel_rows},
-  };
-  for (const auto& [id, launch] : kLaunchers) {
-    if (id == candidate) return launch;
-  }
-  return nullptr;
-}
+// The launchers that need no workspace.
+constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
+    {CandidateId::kGather, launch_gather},          {CandidateId::kDepthwise, launch_depthwise},
+    {CandidateId::kDirect, launch_direct},          {CandidateId::kHeads, launch_heads},
+    {CandidateId::kOverlapAdd, launch_overlap_add}, {CandidateId::kPixelShuffle, launch_pixel_shuffle},
+    {CandidateId::kRowTile, launch_row_tile},       {CandidateId::kRows, launch_rows},
+    {CandidateId::kRowsMma, launch_rows_mma},       {CandidateId::kLongRows, launch_long_rows},
+    {CandidateId::kPixelRows, launch_pixel_rows},
+};
 
 // By the kernels of a candidate.
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
@@ -120,7 +112,10 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor packed = workspace(call.input, phase_gemm_workspace(problem, input));
     return launch_phase_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
   }
-  return find_launcher(candidate)(problem, input, weight, bias, output, stream);
+  for (const auto& [id, launch] : kLaunchers) {
+    if (id == candidate) return launch(problem, input, weight, bias, output, stream);
+  }
+  return cudaErrorNotSupported;
 }
 
 template <int kSpatial>

@@ -165,16 +165,8 @@ cudaError_t launch_heads(const Problem& problem, const void* input, const void* 
   if (choice.windows) return launch_heads_window(problem, input, weight, bias, output, stream);
   const HeadsTile& tile = choice.tile;
   HeadsParams p = heads_params(problem, tile, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else if constexpr (sizeof(T) == 4) {
-      if (problem.allow_tf32) return dispatch_heads<T, HeadsPrecision::kTf32>(p, tile, stream);
-      return dispatch_heads<T, HeadsPrecision::kFloat32>(p, tile, stream);
-    } else {
-      return dispatch_heads<T, HeadsPrecision::k16Bits>(p, tile, stream);
-    }
+  return dispatch_precision<HeadsPrecision>(problem, [&](auto tag, auto precision) {
+    return dispatch_heads<typename decltype(tag)::type, decltype(precision)::value>(p, tile, stream);
   });
 }
 

@@ -50,11 +50,9 @@ cudaError_t launch_heads_input_gradient(const Problem& problem, const void* grad
   if (!heads_gradient_refusal(problem, false, tile).empty()) return cudaErrorNotSupported;
   HeadsGradientParams params = heads_gradient_params(problem, tile, grad_output, nullptr, weight, grad_input);
   params.store_bytes = store_bytes(problem, tile, grad_input);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else if constexpr (sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4) {
       return problem.allow_tf32 ? launch_layout<T, HeadsOperands::kTf32>(problem, params, tile, stream)
                                 : launch_layout<T, HeadsOperands::kSplit>(problem, params, tile, stream);
     } else {

@@ -105,16 +105,8 @@ cudaError_t launch_heads_window(const Problem& problem, const void* input, const
   const HeadsWindow tile = heads_window(problem);
   HeadsWindowParams p = window_params(problem, tile, input, weight, bias, output);
   const bool pixels = problem.layout == Layout::kChannelsLast;
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else if constexpr (sizeof(T) == 4) {
-      if (problem.allow_tf32) return dispatch_window<T, HeadsPrecision::kTf32>(p, tile, pixels, stream);
-      return dispatch_window<T, HeadsPrecision::kFloat32>(p, tile, pixels, stream);
-    } else {
-      return dispatch_window<T, HeadsPrecision::k16Bits>(p, tile, pixels, stream);
-    }
+  return dispatch_precision<HeadsPrecision>(problem, [&](auto tag, auto precision) {
+    return dispatch_window<typename decltype(tag)::type, decltype(precision)::value>(p, tile, pixels, stream);
   });
 }
 

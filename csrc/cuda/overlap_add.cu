@@ -101,16 +101,8 @@ cudaError_t launch_overlap_add(const Problem& problem, const void* input, const 
   OverlapAddTile tile{};
   if (!overlap_add_refusal(problem, tile).empty()) return cudaErrorNotSupported;
   const OverlapAddParams p = overlap_add_params(problem, tile, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else if constexpr (sizeof(T) == 4) {
-      if (problem.allow_tf32) return dispatch_overlap_add<T, OverlapAddPrecision::kTf32>(p, tile, stream);
-      return dispatch_overlap_add<T, OverlapAddPrecision::kFloat32>(p, tile, stream);
-    } else {
-      return dispatch_overlap_add<T, OverlapAddPrecision::k16Bits>(p, tile, stream);
-    }
+  return dispatch_precision<OverlapAddPrecision>(problem, [&](auto tag, auto precision) {
+    return dispatch_overlap_add<typename decltype(tag)::type, decltype(precision)::value>(p, tile, stream);
   });
 }
 

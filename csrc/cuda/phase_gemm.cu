@@ -195,18 +195,14 @@ cudaError_t launch_phase_gemm(const Problem& problem, const void* input, const v
   if (!phase_gemm_refusal(problem).empty()) return cudaErrorNotSupported;
   const PhaseGemmTile t = phase_gemm_tile(problem);
   const PhaseGemmParams p = make_params(problem, t, input, weight, bias, output, workspace);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      cudaError_t error = launch_pack<T>(problem, t, p, workspace, stream);
-      if (error != cudaSuccess) return error;
-      if constexpr (sizeof(T) == 4) {
-        if (!problem.allow_tf32) return dispatch_shape<T, true>(t, p, stream);
-      }
-      return dispatch_shape<T, false>(t, p, stream);
+    cudaError_t error = launch_pack<T>(problem, t, p, workspace, stream);
+    if (error != cudaSuccess) return error;
+    if constexpr (sizeof(T) == 4) {
+      if (!problem.allow_tf32) return dispatch_shape<T, true>(t, p, stream);
     }
+    return dispatch_shape<T, false>(t, p, stream);
   });
 }
 

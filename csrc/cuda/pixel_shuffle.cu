@@ -132,16 +132,8 @@ cudaError_t dispatch_layout(const PixelShuffleParams& p, Layout layout, cudaStre
 cudaError_t launch_pixel_shuffle_tile(const Problem& problem, const PixelShuffleTile& tile, const void* input,
                                       const void* weight, const void* bias, void* output, cudaStream_t stream) {
   const PixelShuffleParams p = pixel_shuffle_params(problem, tile, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else if constexpr (sizeof(T) == 4) {
-      if (problem.allow_tf32) return dispatch_layout<T, PixelShufflePrecision::kTf32>(p, problem.layout, stream);
-      return dispatch_layout<T, PixelShufflePrecision::kFloat32>(p, problem.layout, stream);
-    } else {
-      return dispatch_layout<T, PixelShufflePrecision::k16Bits>(p, problem.layout, stream);
-    }
+  return dispatch_precision<PixelShufflePrecision>(problem, [&](auto tag, auto precision) {
+    return dispatch_layout<typename decltype(tag)::type, decltype(precision)::value>(p, problem.layout, stream);
   });
 }
 

@@ -89,13 +89,9 @@ cudaError_t launch_rows_mma(const Problem& problem, const void* input, const voi
   if (problem.out_elements() == 0) return cudaSuccess;
   if (!rows_mma_refusal(problem).empty()) return cudaErrorNotSupported;
   RowsMmaParams p = rows_mma_params(problem, input, weight, bias, output);
-  return dispatch_dtype(problem.dtype, [&](auto tag) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) == 8) {
-      return cudaErrorNotSupported;
-    } else {
-      return dispatch_rows_mma<T>(problem.axis[2], p, stream);
-    }
+    return dispatch_rows_mma<T>(problem.axis[2], p, stream);
   });
 }
 
