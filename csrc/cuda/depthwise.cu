@@ -113,16 +113,8 @@ void choose_block(const Problem& problem, Choice& choice) {
 }
 
 void set_problem(const Problem& problem, DepthwiseParams& p) {
-  for (int a = 0; a < 3; ++a) {
-    p.axis[a] = axis_params(problem.axis[a]);
-    p.by_dilation[a] = fast_divide(p.axis[a].dilation);
-  }
-  const Strides in = input_strides(problem), out = output_strides(problem);
-  p.input_batch = in.batch, p.input_channel = in.channel;
-  p.output_batch = out.batch, p.output_channel = out.channel;
-  p.input_plane = static_cast<int>(in.axis[0]), p.output_plane = static_cast<int>(out.axis[0]);
-  p.input_row = static_cast<int>(in.axis[1]), p.output_row = static_cast<int>(out.axis[1]);
-  p.input_inner = static_cast<int>(in.axis[2]), p.output_inner = static_cast<int>(out.axis[2]);
+  set_march_tensors(problem, p);
+  for (int a = 0; a < 3; ++a) p.by_dilation[a] = fast_divide(p.axis[a].dilation);
   p.channels = static_cast<int>(problem.out_channels);
   p.by_multiplier = fast_divide(static_cast<int>(problem.out_channels_per_group()));
   p.row_step = p.input_row;

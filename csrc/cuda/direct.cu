@@ -18,13 +18,7 @@ constexpr int64_t kMaxThreads = int64_t{1} << 30;  // of one tile of quads, in o
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
 void set_problem(const Problem& problem, DirectParams& p) {
-  for (int a = 0; a < 3; ++a) p.axis[a] = axis_params(problem.axis[a]);
-  const Strides in = input_strides(problem), out = output_strides(problem);
-  p.input_batch = in.batch, p.input_channel = in.channel;
-  p.output_batch = out.batch, p.output_channel = out.channel;
-  p.input_plane = static_cast<int>(in.axis[0]), p.output_plane = static_cast<int>(out.axis[0]);
-  p.input_row = static_cast<int>(in.axis[1]), p.output_row = static_cast<int>(out.axis[1]);
-  p.input_inner = static_cast<int>(in.axis[2]), p.output_inner = static_cast<int>(out.axis[2]);
+  set_march_tensors(problem, p);
   p.in_channels = static_cast<int>(problem.in_channels_per_group());
   p.out_channels = static_cast<int>(problem.out_channels_per_group());
   p.quads_per_group = static_cast<int>(direct_quads(problem));

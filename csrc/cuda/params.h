@@ -104,4 +104,16 @@ inline Strides output_strides(const Problem& problem) {
                        problem.axis[2].out());
 }
 
+// Axes and strides of kernels that march along the height (depthwise, direct); rows and planes fit 31 bits.
+template <class Params>
+void set_march_tensors(const Problem& problem, Params& p) {
+  for (int a = 0; a < 3; ++a) p.axis[a] = axis_params(problem.axis[a]);
+  const Strides in = input_strides(problem), out = output_strides(problem);
+  p.input_batch = in.batch, p.input_channel = in.channel;
+  p.output_batch = out.batch, p.output_channel = out.channel;
+  p.input_plane = static_cast<int>(in.axis[0]), p.output_plane = static_cast<int>(out.axis[0]);
+  p.input_row = static_cast<int>(in.axis[1]), p.output_row = static_cast<int>(out.axis[1]);
+  p.input_inner = static_cast<int>(in.axis[2]), p.output_inner = static_cast<int>(out.axis[2]);
+}
+
 }  // namespace fastconvt::cuda
