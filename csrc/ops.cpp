@@ -72,6 +72,9 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32) -> str");
   m.def("_force_cpu(str candidate) -> str");
   m.def("_force_cuda(str candidate) -> str");
+
+  // The folder where new measurements of fastconvt.autotune go, "" for no measuring, which returns the one before.
+  m.def("_autotune_cuda(str folder) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastconvt, CompositeImplicitAutograd, m) {

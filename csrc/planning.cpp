@@ -5,6 +5,8 @@
 #include <mutex>
 #include <optional>
 
+#include "core/tuning.h"
+
 namespace fastconvt {
 namespace {
 
@@ -38,6 +40,18 @@ std::optional<Operation> find_operation(const std::string& op) {
   return std::nullopt;
 }
 
+// The candidate of the current force, else the one that was measured to be the fastest, else the cheapest.
+Plan current_plan(Operation operation, const Problem& problem, const DeviceInfo& device) {
+  const std::string forced = current_force();
+  Plan plan = make_plan(operation, problem, device, forced);
+  if (!forced.empty()) return plan;
+  const std::optional<std::string> tuned = tuned_candidate(operation, problem, device);
+  for (int i = 0; tuned && i < int(plan.candidates.size()); ++i) {
+    if (plan.candidates[i].refusal.empty() && plan.candidates[i].name == *tuned) plan.choice = i;
+  }
+  return plan;
+}
+
 }  // namespace
 
 std::string plan_json(const DeviceInfo& device, const std::string& op, IntList input, IntList weight, bool bias,
@@ -58,15 +72,17 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
   Problem problem = check_arguments(arguments);
   problem.layout = layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous;
   problem.allow_tf32 = allow_tf32;
-  return make_plan(*operation, problem, device, current_force()).to_json();
+  return current_plan(*operation, problem, device).to_json();
 }
 
 Plan plan_operation(Operation operation, const Problem& problem, const DeviceInfo& device) {
   static const bool log = log_wanted();
-  Plan plan = make_plan(operation, problem, device, current_force());
+  Plan plan = current_plan(operation, problem, device);
   if (log) std::fprintf(stderr, "fastconvt: %s\n", plan.to_line().c_str());
   return plan;
 }
+
+bool is_forced() { return !current_force().empty(); }
 
 std::string force_candidate(std::string name) {
   STD_TORCH_CHECK(name.empty() || is_candidate(name), "no candidate is called ", name);

@@ -13,10 +13,12 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
                       IntList stride, IntList padding, IntList output_padding, int64_t groups, IntList dilation,
                       const std::string& dtype, const std::string& layout, bool allow_tf32);
 
-// The plan of an operation under the current force, printed to stderr where FASTCONVT_LOG_PLAN is 1.
+// The plan of an operation under the current force, or else under what autotune has measured, printed to stderr where
+// FASTCONVT_LOG_PLAN is 1.
 Plan plan_operation(Operation operation, const Problem& problem, const DeviceInfo& device);
 
 // Sets the candidate that every call must use, "" for the plan's own choice, and returns the one before. Process-wide.
 std::string force_candidate(std::string name);
+bool is_forced();
 
 }  // namespace fastconvt

@@ -13,9 +13,13 @@ from fastconvt.functional import (
     conv_transpose3d,
     conv_transpose3d_logsumexp_hardswish,
 )
-from fastconvt.planning import force, plan
+from fastconvt.planning import autotune, force, plan
+from fastconvt.planning import autotune_from_environment as _autotune_from_environment
+
+_autotune_from_environment()
 
 __all__ = [
+    "autotune",
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",

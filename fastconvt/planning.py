@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -83,3 +85,48 @@ def force(candidate: str) -> Iterator[None]:
     finally:
         for operator, name in zip(operators, previous, strict=True):
             operator(name)
+
+
+@contextlib.contextmanager
+def autotune(folder: str | os.PathLike | None = None) -> Iterator[None]:
+    """Time the candidates of every new problem in the block on the GPU, and use the fastest from then on.
+
+    The first call of a problem (an operation with its shapes, dtype, memory format and TF32 setting) runs each
+    candidate that can make it several times; this call and all later ones, in the block and after it, use the one that
+    was fastest by at least 3 %, and the plan's own choice where there is none. Gradients are problems of their own.
+    Nothing is measured while a CUDA graph is captured: run the model once before. The CPU's plan stays as it is.
+
+    ``FASTCONVT_AUTOTUNE=1`` in the environment does the same for a whole process.
+
+    Args:
+        folder: where results are kept, one file for each kind of GPU, and found again by the next process. By default
+            ``fastconvt/<version>`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    Raises:
+        RuntimeError: where the CUDA kernels are missing, with the reason.
+        OSError: where the folder cannot be made.
+    """
+    require_operators("cuda")
+    previous = _set_autotune(folder)
+    try:
+        yield
+    finally:
+        torch.ops.fastconvt._autotune_cuda(previous)
+
+
+def autotune_from_environment() -> None:
+    """What ``FASTCONVT_AUTOTUNE`` asks for: 1 measures in the whole process, 0 or nothing does not."""
+    wanted = os.environ.get("FASTCONVT_AUTOTUNE", "0")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"fastconvt: FASTCONVT_AUTOTUNE must be 0 or 1, not {wanted!r}")
+    if wanted == "1" and LIBRARIES["cuda"].loaded:
+        _set_autotune(None)
+
+
+def _set_autotune(folder: str | os.PathLike | None) -> str:
+    from fastconvt import __version__
+
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache, "fastconvt", __version__) if folder is None else Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return torch.ops.fastconvt._autotune_cuda(str(path))

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <deque>
+#include <map>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "../csrc/core/arguments.h"
 #include "../csrc/core/plan.h"
 #include "../csrc/core/problem.h"
+#include "../csrc/core/tuning.h"
 
 namespace py = pybind11;
 using fastconvt::Axis;
@@ -45,6 +47,13 @@ std::string plan_on_gpu(Operation operation, const Problem& problem, int capabil
   device.capability = capability;
   device.refusal = refusal;
   return fastconvt::make_plan(operation, problem, device, forced).to_json();
+}
+
+fastconvt::DeviceInfo gpu_named(const std::string& name) {
+  fastconvt::DeviceInfo device;
+  device.cuda = true;
+  device.name = name;
+  return device;
 }
 
 }  // namespace
@@ -83,4 +92,17 @@ PYBIND11_MODULE(core_binding, m) {
       .value("CHAIN", Operation::kLogSumExpHardswish)
       .value("CHAIN_GRADIENTS", Operation::kChainGradients);
   m.def("plan_on_gpu", &plan_on_gpu);
+  m.def("set_autotune_folder", &fastconvt::set_autotune_folder);
+  m.def("tuned_candidate", [](Operation operation, const Problem& problem, const std::string& gpu) {
+    return fastconvt::tuned_candidate(operation, problem, gpu_named(gpu));
+  });
+  m.def("wants_measurement", [](Operation operation, const Problem& problem, const std::string& gpu) {
+    return fastconvt::wants_measurement(operation, problem, gpu_named(gpu));
+  });
+  m.def("keep_measurement", [](Operation operation, const Problem& problem, const std::string& gpu,
+                               const std::string& fastest, const std::map<std::string, double>& times) {
+    std::vector<fastconvt::Timing> timings;
+    for (const auto& [name, ms] : times) timings.push_back({name, ms});
+    fastconvt::keep_measurement(operation, problem, gpu_named(gpu), fastest, timings);
+  });
 }

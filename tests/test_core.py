@@ -300,3 +300,46 @@ def test_a_forced_candidate_of_another_operation_or_device_changes_nothing(core)
     choice = plan_on_gpu(core, "CONV_TRANSPOSE", made)["choice"]
     for forced in ("fused", "phase_portable", "rows_dgrad"):
         assert plan_on_gpu(core, "CONV_TRANSPOSE", made, forced=forced)["choice"] == choice
+
+
+@pytest.fixture
+def tuning(core, tmp_path):
+    """core while it measures into ``tmp_path``."""
+    core.set_autotune_folder(str(tmp_path))
+    yield core
+    core.set_autotune_folder("")
+
+
+def test_measurements_are_kept_by_problem_and_device(tuning, tmp_path):
+    forward, made = tuning.Operation.CONV_TRANSPOSE, problem(tuning, "reference_2d")
+    others = [problem(tuning, "reference_2d", "float16"), problem(tuning, "unequal_2d")]
+    assert tuning.wants_measurement(forward, made, "GPU A")
+    tuning.keep_measurement(forward, made, "GPU A", "rows", {"gather": 1.5, "rows": 0.5})
+    assert tuning.tuned_candidate(forward, made, "GPU A") == "rows"
+    assert not tuning.wants_measurement(forward, made, "GPU A")
+    unknown = [(forward, made, "GPU B"), (tuning.Operation.INPUT_GRADIENT, made, "GPU A")]
+    for call in unknown + [(forward, other, "GPU A") for other in others]:
+        assert tuning.tuned_candidate(*call) is None and tuning.wants_measurement(*call)
+    lines = (tmp_path / "gpu-a.tsv").read_text().splitlines()
+    assert [line.split("\t")[1:] for line in lines] == [["rows", "gather", "1.5", "rows", "0.5"]]
+    tuning.set_autotune_folder("")
+    assert tuning.tuned_candidate(forward, made, "GPU A") == "rows"
+    assert not tuning.wants_measurement(*unknown[0])
+
+
+def test_measurements_are_read_from_the_file(tuning, tmp_path):
+    """The last line of a problem counts; what is no line of ours is passed over."""
+    forward, made = tuning.Operation.CONV_TRANSPOSE, problem(tuning, "unequal_3d")
+    for candidate in ("gather", "direct"):
+        tuning.keep_measurement(forward, made, "GPU C", candidate, {candidate: 1.0})
+    written = (tmp_path / "gpu-c.tsv").read_text()
+    (tmp_path / "gpu-d.tsv").write_text("no tab\n\n" + written + "cut of")
+    assert tuning.tuned_candidate(forward, made, "GPU D") == "direct"
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing_else(tuning, tmp_path, capfd):
+    tuning.set_autotune_folder(str(tmp_path / "missing"))
+    forward, made = tuning.Operation.CONV_TRANSPOSE, problem(tuning, "unequal_1d")
+    tuning.keep_measurement(forward, made, "GPU E", "gather", {"gather": 1.0})
+    assert tuning.tuned_candidate(forward, made, "GPU E") == "gather"
+    assert "autotune cannot write" in capfd.readouterr().err

@@ -261,3 +261,50 @@ def test_compiled_with_graphs():
         for factor in (1.0, -0.5, 2.0, 0.25):
             y = compiled(x * factor, w, b, *geometry).clone()
             reference.assert_accurate(y, x * factor, w, b, *geometry, tf32=torch.backends.cudnn.allow_tf32)
+
+
+def test_autotune_measures_once_and_keeps_the_fastest(tmp_path):
+    """Forward, both gradients and the chain; the values are the chosen candidate's, and the next measures nothing."""
+    case, chain = BY_NAME["reference_2d"], BY_NAME["reference_3d"]
+    x, w, b = case.tensors(device=CUDA)
+    arguments = chain_arguments(chain)
+    op = getattr(torch.ops.fastconvt, CHAIN)
+
+    def run_all():
+        y = harness.forward(case, x, w, b)
+        grads = harness.backward(case, y, x, w)
+        reference.assert_accurate(y, x, w, b, *case.args)
+        reference.assert_gradients_accurate(grads, y, x, w, *case.args)
+        z = op(*arguments, *chain.args)
+        getattr(torch.ops.fastconvt, f"{CHAIN}_backward")(z, *arguments, *chain.args, [True] * 4)
+
+    with fastconvt.autotune(tmp_path):
+        run_all()
+        (file,) = tmp_path.iterdir()
+        lines = file.read_text().splitlines()
+        operations = {"forward", "input_gradient", "weight_gradient"}
+        operations |= {"logsumexp_hardswish", "logsumexp_hardswish_backward"}
+        assert {line.split()[0] for line in lines} == operations, lines
+        run_all()
+    run_all()
+    assert file.read_text().splitlines() == lines
+    for line in lines:
+        _, fastest, *rest = line.split("\t")
+        times = {name: float(ms) for name, ms in zip(rest[::2], rest[1::2], strict=True)}
+        assert "aten" in times and times[fastest] <= 1.04 * min(times.values()), line
+    stride, padding, output_padding, groups, dilation = case.args
+    geometry = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    plan = fastconvt.plan(case.op, x.shape, w.shape, bias=b is not None, groups=groups, **geometry, device="cuda")
+    assert plan["choice"] == lines[0].split("\t")[1]
+
+
+def test_autotune_measures_nothing_in_a_graph(tmp_path):
+    case = BY_NAME["unet_k2_s2"]
+    x, w, b = case.tensors(torch.float16, CUDA)
+    graph = torch.cuda.CUDAGraph()
+    harness.forward(case, x, w, b)
+    with fastconvt.autotune(tmp_path), torch.cuda.graph(graph):
+        y = harness.forward(case, x, w, b)
+    graph.replay()
+    assert not list(tmp_path.iterdir())
+    reference.assert_accurate(y, x, w, b, *case.args)

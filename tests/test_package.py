@@ -1,5 +1,6 @@
 """What is installed: the library's instruction sets and dependencies, its behaviour where it cannot load, the build."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -102,3 +103,13 @@ def test_force_refuses_unknown_candidates_and_puts_the_choice_back():
     with fastconvt.force("aten"):
         assert fastconvt.plan(*arguments)["choice"] == "aten"
     assert fastconvt.plan(*arguments)["choice"] == choice
+
+
+def test_autotune_needs_cuda_kernels_and_a_sound_environment():
+    if not LIBRARIES["cuda"].loaded:
+        with pytest.raises(RuntimeError, match="fastconvt"), fastconvt.autotune():
+            pass
+    program = [sys.executable, "-c", "import fastconvt"]
+    assert run(*program, env={**os.environ, "FASTCONVT_AUTOTUNE": "0"}).returncode == 0
+    done = run(*program, env={**os.environ, "FASTCONVT_AUTOTUNE": "maybe"})
+    assert done.returncode != 0 and "FASTCONVT_AUTOTUNE must be 0 or 1, not 'maybe'" in done.stderr

@@ -41,6 +41,7 @@ struct DeviceInfo {
   int threads = 1;      // CPU: how many a call may use
   bool avx2 = false;    // CPU: this processor and this build have it
   bool avx512 = false;  // CPU: likewise
+  std::string name;     // CUDA: as the driver calls the device
   int capability = 0;   // CUDA: of the device, 90 for 9.0
   std::string refusal;  // CUDA: why our kernels cannot run on the device, "" if they can
 };

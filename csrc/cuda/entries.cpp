@@ -11,6 +11,7 @@
 
 #include "../planning.h"
 #include "launchers.h"
+#include "measure.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -48,6 +49,8 @@ DeviceInfo device_info(int index) {
     DeviceInfo device;
     device.cuda = true;
     device.capability = 10 * major + minor;
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, index) == cudaSuccess) device.name = properties.name;
     device.refusal = find_refusal(device.capability);
     if (!device.refusal.empty()) {
       std::fprintf(stderr, "fastconvt: PyTorch's own kernels serve cuda:%d: %s\n", index, device.refusal.c_str());
@@ -75,6 +78,28 @@ class Scope {
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };
+
+// The plan's choice for a call that `make(candidate)` makes. Under fastconvt.autotune the first call of a problem
+// measures: another candidate is kept where its median is 3 % shorter.
+template <class Make>
+Candidate choose(Operation operation, const Problem& problem, const Scope& scope, const Make& make) {
+  constexpr double kGain = 0.97;
+  const DeviceInfo device = scope.device();
+  const Plan plan = plan_operation(operation, problem, device);
+  if (!wants_measurement(operation, problem, device) || is_forced() || is_capturing(scope.stream())) {
+    return plan.chosen();
+  }
+  const std::vector<double> ms = time_candidates(plan, scope.stream(), make);
+  std::vector<Timing> timings;
+  int fastest = plan.choice;
+  for (int i = 0; i < int(ms.size()); ++i) {
+    if (ms[i] == 0) continue;
+    timings.push_back({plan.candidates[i].name, ms[i]});
+    if (ms[i] < kGain * ms[plan.choice] && ms[i] < ms[fastest]) fastest = i;
+  }
+  keep_measurement(operation, problem, device, plan.candidates[fastest].name, timings);
+  return plan.candidates[fastest];
+}
 
 const void* bias_data(const Call& call) { return call.bias ? call.bias->const_data_ptr() : nullptr; }
 
@@ -129,11 +154,13 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<T
   if (problem.batch == 0) {
     return finish_output(call, allocate_output(call, problem.out_channels, problem.layout), problem.layout);
   }
-  const CandidateId choice = plan_operation(Operation::kConvTranspose, problem, scope.device()).chosen().id;
-  if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), problem.layout);
-  const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
-  check(launch_convolution(choice, call, output.mutable_data_ptr(), scope.stream()), name);
-  return finish_output(call, output, problem.layout);
+  const auto make = [&](const Candidate& candidate) {
+    if (candidate.id == CandidateId::kAten) return aten_conv_transpose(call);
+    const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
+    check(launch_convolution(candidate.id, call, output.mutable_data_ptr(), scope.stream()), name);
+    return output;
+  };
+  return finish_output(call, make(choose(Operation::kConvTranspose, problem, scope, make)), problem.layout);
 }
 
 // The gradient of an input or a weight: what a kernel writes, dense in a layout of its own, and what the caller gets.
@@ -178,17 +205,65 @@ constexpr GradientKernels kGradients[] = {
     {CandidateId::kHeads, launch_heads_input_gradient, launch_heads_weight_gradient, heads_weight_gradient_workspace},
 };
 
-// Those of the plan's choice; null: ATen's.
-const GradientKernels* plan_gradient(Operation operation, const Problem& problem, const DeviceInfo& device) {
-  if (problem.in_elements() == 0) return nullptr;
-  const CandidateId id = plan_operation(operation, problem, device).chosen().id;
+// Those of a candidate; null: ATen's.
+const GradientKernels* gradient_kernels(const Candidate& candidate) {
   for (const GradientKernels& kernels : kGradients) {
-    if (kernels.id == id) return &kernels;
+    if (kernels.id == candidate.id) return &kernels;
   }
   return nullptr;
 }
 
+using Gradients = std::array<Tensor, 3>;  // of input, weight and bias; those that were not asked for are empty
 constexpr int64_t kInputBit = 1, kWeightBit = 2, kBiasBit = 4;
+
+// A backward call; the gradients named by bits are made by one of the functions.
+class Backward {
+ public:
+  Backward(const char* name, const Scope& scope, const Call& call, const Tensor& grad_output)
+      : name_(name), scope_(scope), call_(call), grad_output_(grad_output) {}
+
+  // By our kernels: the input's, or those of weight and bias.
+  Gradients make(const GradientKernels& kernels, int64_t bits) {
+    if (!dense_) {
+      const Tensor batched = call_.batched ? grad_output_ : torch::stable::unsqueeze(grad_output_, 0);
+      dense_ = to_layout(batched, call_.problem.layout);
+    }
+    return bits & kInputBit ? make_input(kernels) : make_weight(kernels, bits);
+  }
+
+  Gradients make_by_aten(const Tensor& input, int64_t bits) const {
+    const auto found = call_operator("fastconvt::_conv_transpose_aten_backward", "", grad_output_, input, call_.weight,
+                                     spatial_list(call_, &Axis::stride), spatial_list(call_, &Axis::padding),
+                                     spatial_list(call_, &Axis::output_padding), call_.problem.groups,
+                                     spatial_list(call_, &Axis::dilation), bits, call_.problem.allow_tf32);
+    return {to_tensor(found[0]), to_tensor(found[1]), to_tensor(found[2])};
+  }
+
+ private:
+  Gradients make_input(const GradientKernels& kernels) const {
+    Gradient gradient = Gradient::of_input(call_);
+    check(kernels.input(call_.problem, dense_->const_data_ptr(), contiguous_weight(call_).const_data_ptr(),
+                        gradient.data(), scope_.stream()),
+          name_);
+    return {gradient.finish(), empty(call_.input, 0), empty(call_.input, 0)};
+  }
+
+  Gradients make_weight(const GradientKernels& kernels, int64_t bits) const {
+    Gradient gradient = Gradient::of_weight(call_.weight);
+    const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
+    const Tensor sums = workspace(call_.input, kernels.weight_workspace(call_.problem));
+    check(kernels.weight(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(), gradient.data(),
+                         bits & kBiasBit ? bias.mutable_data_ptr() : nullptr, sums.mutable_data_ptr(), scope_.stream()),
+          name_);
+    return {empty(call_.input, 0), gradient.finish(), bias};
+  }
+
+  const char* name_;
+  const Scope& scope_;
+  const Call& call_;
+  const Tensor& grad_output_;
+  std::optional<Tensor> dense_;  // grad_output as our kernels read it
+};
 
 template <int kSpatial>
 std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_output, const Tensor& input,
@@ -199,49 +274,31 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   const Scope scope(input);
   const Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding,
                               output_padding, groups, dilation, allow_tf32);
-  const Problem& problem = call.problem;
-  const auto ours = [&](bool asked, Operation operation) {
-    return asked ? plan_gradient(operation, problem, scope.device()) : nullptr;
+  Backward backward(name.c_str(), scope, call, grad_output);
+  const auto make = [&](const GradientKernels* kernels, int64_t bits) {
+    return kernels ? backward.make(*kernels, bits) : backward.make_by_aten(input, bits);
   };
-  const GradientKernels* const by_input = ours(mask[0], Operation::kInputGradient);
-  const GradientKernels* const by_weight = ours(mask[1], Operation::kWeightGradient);
-  const bool by_bias = by_weight && mask[2];
-  Gradient grad_input = by_input ? Gradient::of_input(call) : Gradient::none(input);
-  Gradient grad_weight = by_weight ? Gradient::of_weight(weight) : Gradient::none(input);
-  std::tuple<Tensor, Tensor, Tensor> gradients{empty(input, 0), empty(input, 0),
-                                               empty(input, by_bias ? problem.out_channels : 0)};
-  if (by_input || by_weight) {
-    const Tensor grad =
-        to_layout(call.batched ? grad_output : torch::stable::unsqueeze(grad_output, 0), problem.layout);
-    if (by_input) {
-      check(by_input->input(problem, grad.const_data_ptr(), contiguous_weight(call).const_data_ptr(), grad_input.data(),
-                            scope.stream()),
-            name.c_str());
+  const auto planned = [&](Operation operation, int64_t bits) -> const GradientKernels* {
+    if (bits == 0 || call.problem.in_elements() == 0) return nullptr;
+    return gradient_kernels(choose(operation, call.problem, scope,
+                                   [&](const Candidate& candidate) { make(gradient_kernels(candidate), bits); }));
+  };
+  Gradients gradients{empty(input, 0), empty(input, 0), empty(input, 0)};
+  int64_t missing = (mask[0] ? kInputBit : 0) | (mask[1] ? kWeightBit : 0) | (mask[2] ? kBiasBit : 0);
+  const auto take = [&](const GradientKernels* kernels, int64_t bits) {
+    const Gradients made = make(kernels, bits);
+    for (int i = 0; i < 3; ++i) {
+      if (bits >> i & 1) gradients[i] = made[i];
     }
-    if (by_weight) {
-      const Tensor sums = workspace(input, by_weight->weight_workspace(problem));
-      check(by_weight->weight(problem, grad.const_data_ptr(), call.input.const_data_ptr(), grad_weight.data(),
-                              by_bias ? std::get<2>(gradients).mutable_data_ptr() : nullptr, sums.mutable_data_ptr(),
-                              scope.stream()),
-            name.c_str());
-    }
-  }
-  std::get<0>(gradients) = grad_input.finish();
-  std::get<1>(gradients) = grad_weight.finish();
-  const int64_t missing = (mask[0] && !by_input ? kInputBit : 0) | (mask[1] && !by_weight ? kWeightBit : 0) |
-                          (mask[2] && !by_bias ? kBiasBit : 0);
-  if (missing != 0) {
-    const auto found = call_operator("fastconvt::_conv_transpose_aten_backward", "", grad_output, input, weight,
-                                     spatial_list(call, &Axis::stride), spatial_list(call, &Axis::padding),
-                                     spatial_list(call, &Axis::output_padding), groups,
-                                     spatial_list(call, &Axis::dilation), missing, allow_tf32);
-    const Tensor input_gradient = to_tensor(found[0]), weight_gradient = to_tensor(found[1]);
-    const Tensor bias_gradient = to_tensor(found[2]);
-    if (missing & kInputBit) std::get<0>(gradients) = input_gradient;
-    if (missing & kWeightBit) std::get<1>(gradients) = weight_gradient;
-    if (missing & kBiasBit) std::get<2>(gradients) = bias_gradient;
-  }
-  return gradients;
+    missing &= ~bits;
+  };
+  const int64_t of_input = missing & kInputBit, of_weight = mask[1] ? missing & ~kInputBit : 0;
+  const GradientKernels* const by_input = planned(Operation::kInputGradient, of_input);
+  const GradientKernels* const by_weight = planned(Operation::kWeightGradient, of_weight);
+  if (by_input) take(by_input, of_input);
+  if (by_weight) take(by_weight, of_weight);
+  if (missing != 0) take(nullptr, missing);
+  return {gradients[0], gradients[1], gradients[2]};
 }
 
 constexpr const char* kChain = "conv_transpose3d_logsumexp_hardswish";
@@ -254,16 +311,16 @@ Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optio
                               dilation, allow_tf32);
   const Layout layout = Layout::kContiguous;  // one channel: both layouts are the same memory
   if (call.problem.batch == 0) return finish_output(call, allocate_output(call, 1, layout), layout);
-  const CandidateId choice = plan_operation(Operation::kLogSumExpHardswish, call.problem, scope.device()).chosen().id;
-  if (choice == CandidateId::kAten) {
-    return finish_output(call, aten_logsumexp_hardswish(call, subtrahend, min, max), layout);
-  }
-  const Tensor output = allocate_output(call, 1, layout);
-  const auto launch = choice == CandidateId::kFusedMma ? launch_chain_mma : launch_logsumexp_hardswish;
-  check(launch(call.problem, call.input.const_data_ptr(), contiguous_weight(call).const_data_ptr(), bias_data(call),
-               subtrahend.const_data_ptr(), min, max, output.mutable_data_ptr(), scope.stream()),
-        kChain);
-  return finish_output(call, output, layout);
+  const auto make = [&](const Candidate& candidate) {
+    if (candidate.id == CandidateId::kAten) return aten_logsumexp_hardswish(call, subtrahend, min, max);
+    const Tensor output = allocate_output(call, 1, layout);
+    const auto launch = candidate.id == CandidateId::kFusedMma ? launch_chain_mma : launch_logsumexp_hardswish;
+    check(launch(call.problem, call.input.const_data_ptr(), contiguous_weight(call).const_data_ptr(), bias_data(call),
+                 subtrahend.const_data_ptr(), min, max, output.mutable_data_ptr(), scope.stream()),
+          kChain);
+    return output;
+  };
+  return finish_output(call, make(choose(Operation::kLogSumExpHardswish, call.problem, scope, make)), layout);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
@@ -274,8 +331,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
   const Scope scope(input);
   const Call call = make_call(name.c_str(), 3, {input, weight, bias, subtrahend, grad_output}, stride, padding,
                               output_padding, groups, dilation, /*allow_tf32=*/false);
-  const CandidateId choice = plan_operation(Operation::kChainGradients, call.problem, scope.device()).chosen().id;
-  if (choice == CandidateId::kAten || call.problem.in_elements() == 0) {
+  using Found = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  const auto make_by_aten = [&]() -> Found {
     int64_t asked = 0;
     for (int i = 0; i < 4; ++i) asked |= int64_t{mask[i]} << i;
     const auto found = call_operator("fastconvt::_logsumexp_hardswish_aten_backward", "", grad_output, input, weight,
@@ -283,23 +340,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
                                      spatial_list(call, &Axis::padding), spatial_list(call, &Axis::output_padding),
                                      groups, spatial_list(call, &Axis::dilation), asked, min, max, allow_tf32);
     return {to_tensor(found[0]), to_tensor(found[1]), to_tensor(found[2]), to_tensor(found[3])};
-  }
-  Gradient grad_input = mask[0] ? Gradient::of_input(call) : Gradient::none(input);
-  Gradient grad_weight = mask[1] ? Gradient::of_weight(weight) : Gradient::none(input);
-  const Tensor grad_bias = empty(input, mask[2] ? call.problem.out_channels : 0);
-  const Tensor grad_subtrahend = mask[3] ? torch::stable::new_empty(input, vec(subtrahend.sizes())) : empty(input, 0);
-  const auto data = [](const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
-  const bool mma = choice == CandidateId::kFusedMma && fused_chain_backward_fits(call.problem);
-  const auto workspace_bytes = mma ? fused_chain_backward_workspace : logsumexp_hardswish_backward_workspace;
-  const auto launch = mma ? launch_fused_chain_backward : launch_logsumexp_hardswish_backward;
-  const Tensor grad = to_layout(grad_output, Layout::kContiguous);
-  const Tensor sums = workspace(input, workspace_bytes(call.problem));
-  const Tensor contiguous = contiguous_weight(call);
-  check(launch(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(), contiguous.const_data_ptr(),
-               bias_data(call), subtrahend.const_data_ptr(), min, max, grad_input.data(), grad_weight.data(),
-               data(grad_bias), data(grad_subtrahend), sums.mutable_data_ptr(), scope.stream()),
-        name.c_str());
-  return {grad_input.finish(), grad_weight.finish(), grad_bias, grad_subtrahend};
+  };
+  if (call.problem.in_elements() == 0) return make_by_aten();
+  const auto make = [&](const Candidate& candidate) -> Found {
+    if (candidate.id == CandidateId::kAten) return make_by_aten();
+    Gradient grad_input = mask[0] ? Gradient::of_input(call) : Gradient::none(input);
+    Gradient grad_weight = mask[1] ? Gradient::of_weight(weight) : Gradient::none(input);
+    const Tensor grad_bias = empty(input, mask[2] ? call.problem.out_channels : 0);
+    const Tensor grad_subtrahend = mask[3] ? torch::stable::new_empty(input, vec(subtrahend.sizes())) : empty(input, 0);
+    const auto data = [](const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
+    const bool mma = candidate.id == CandidateId::kFusedMma && fused_chain_backward_fits(call.problem);
+    const auto workspace_bytes = mma ? fused_chain_backward_workspace : logsumexp_hardswish_backward_workspace;
+    const auto launch = mma ? launch_fused_chain_backward : launch_logsumexp_hardswish_backward;
+    const Tensor grad = to_layout(grad_output, Layout::kContiguous);
+    const Tensor sums = workspace(input, workspace_bytes(call.problem));
+    const Tensor contiguous = contiguous_weight(call);
+    check(launch(call.problem, grad.const_data_ptr(), call.input.const_data_ptr(), contiguous.const_data_ptr(),
+                 bias_data(call), subtrahend.const_data_ptr(), min, max, grad_input.data(), grad_weight.data(),
+                 data(grad_bias), data(grad_subtrahend), sums.mutable_data_ptr(), scope.stream()),
+          name.c_str());
+    return {grad_input.finish(), grad_weight.finish(), grad_bias, grad_subtrahend};
+  };
+  return make(choose(Operation::kChainGradients, call.problem, scope, make));
 }
 
 std::string plan(std::string op, IntList input, IntList weight, bool bias, IntList stride, IntList padding,
@@ -328,4 +390,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastconvt, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastconvt, CompositeExplicitAutograd, m) {
   m.impl("_plan_cuda", TORCH_BOX(&fastconvt::cuda::plan));
   m.impl("_force_cuda", TORCH_BOX(&fastconvt::force_candidate));
+  m.impl("_autotune_cuda", TORCH_BOX(&fastconvt::set_autotune_folder));
 }
