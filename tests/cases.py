@@ -93,6 +93,7 @@ CASES = [
     Case("depthwise_k4_s2", (2, 9, 6, 7), (9, 1, 4, 4), 2, 1, 0, 9),
     Case("fsrcnn_k9_s3", (1, 7, 5, 6), (7, 1, 9, 9), 3, 4, 2),
     Case("vocoder_k16_s8", (2, 8, 13), (8, 4, 16), 8, 4),
+    Case("filter_bank_k64_s16", (2, 40, 13), (40, 2, 64), 16, 24),
     Case("audio_k6_s3_depthwise", (2, 10, 12), (10, 1, 6), 3, 2, 1, 10),
     Case("stylegan_k3_s1", (1, 4, 6, 6), (4, 4, 3, 3), 1, 1),
     # Every parameter different along each axis.

@@ -216,6 +216,7 @@ OWN = [
     ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads"], ["gather"]),
     ("CONV_TRANSPOSE", ("unet_k2_s2", "bfloat16"), ["pixel_shuffle", "direct"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),
+    ("CONV_TRANSPOSE", ("filter_bank_k64_s16", "bfloat16"), ["filter_bank", "overlap_add"], ["gather"]),
     ("CONV_TRANSPOSE", ("unequal_1d",), ["long_rows"], ["gather"]),
     ("CONV_TRANSPOSE", ("dilation_of_the_stride", "float32", False, True), ["pixel_rows"], ["gather", "direct"]),
     ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad", "heads_dgrad"], []),

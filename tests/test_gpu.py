@@ -291,7 +291,7 @@ def test_autotune_measures_once_and_keeps_the_fastest(tmp_path):
     for line in lines:
         _, fastest, *rest = line.split("\t")
         times = {name: float(ms) for name, ms in zip(rest[::2], rest[1::2], strict=True)}
-        assert "aten" in times and times[fastest] <= 1.04 * min(times.values()), line
+        assert times[fastest] <= 1.04 * min(times.values()), line
     stride, padding, output_padding, groups, dilation = case.args
     geometry = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
     plan = fastconvt.plan(case.op, x.shape, w.shape, bias=b is not None, groups=groups, **geometry, device="cuda")

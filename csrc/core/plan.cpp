@@ -10,6 +10,7 @@
 #include "depthwise.h"
 #include "depthwise_gradient.h"
 #include "direct.h"
+#include "filter_bank.h"
 #include "heads.h"
 #include "heads_gradient.h"
 #include "long_rows.h"
@@ -239,6 +240,8 @@ const Row kTable[] = {
     {CandidateId::kHeads, "heads", true, kForward, family_refusal<90, heads_refusal, 120>, family_cost<heads_cost_ms>},
     {CandidateId::kOverlapAdd, "overlap_add", true, kForward, family_refusal<90, overlap_add_refusal, 120>,
      family_cost<overlap_add_cost_ms>},
+    {CandidateId::kFilterBank, "filter_bank", true, kForward, family_refusal<90, filter_bank_refusal, 91>,
+     family_cost<filter_bank_cost_ms>},
     {CandidateId::kPixelShuffle, "pixel_shuffle", true, kForward, family_refusal<80, pixel_shuffle_refusal, 120>,
      family_cost<pixel_shuffle_cost_ms>},
     {CandidateId::kPhaseGemm, "phase_gemm", true, kForward, family_refusal<90, phase_gemm_refusal, 91>,

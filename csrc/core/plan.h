@@ -22,6 +22,7 @@ enum class CandidateId {
   kDirect,
   kHeads,
   kOverlapAdd,
+  kFilterBank,
   kPixelShuffle,
   kPhaseGemm,
   kRowTile,

@@ -116,11 +116,17 @@ const char* plain_name(int spatial) {
 
 // The launchers that need no workspace.
 constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
-    {CandidateId::kGather, launch_gather},          {CandidateId::kDepthwise, launch_depthwise},
-    {CandidateId::kDirect, launch_direct},          {CandidateId::kHeads, launch_heads},
-    {CandidateId::kOverlapAdd, launch_overlap_add}, {CandidateId::kPixelShuffle, launch_pixel_shuffle},
-    {CandidateId::kRowTile, launch_row_tile},       {CandidateId::kRows, launch_rows},
-    {CandidateId::kRowsMma, launch_rows_mma},       {CandidateId::kLongRows, launch_long_rows},
+    {CandidateId::kGather, launch_gather},
+    {CandidateId::kDepthwise, launch_depthwise},
+    {CandidateId::kDirect, launch_direct},
+    {CandidateId::kHeads, launch_heads},
+    {CandidateId::kOverlapAdd, launch_overlap_add},
+    {CandidateId::kFilterBank, launch_filter_bank},
+    {CandidateId::kPixelShuffle, launch_pixel_shuffle},
+    {CandidateId::kRowTile, launch_row_tile},
+    {CandidateId::kRows, launch_rows},
+    {CandidateId::kRowsMma, launch_rows_mma},
+    {CandidateId::kLongRows, launch_long_rows},
     {CandidateId::kPixelRows, launch_pixel_rows},
 };
 

@@ -38,6 +38,10 @@ cudaError_t launch_rows_mma(const Problem& problem, const void* input, const voi
 // The same where few output channels a group have many taps that overlap (core/overlap_add.h), on matrix units.
 cudaError_t launch_overlap_add(const Problem& problem, const void* input, const void* weight, const void* bias,
                                void* output, cudaStream_t stream);
+// The same in 1D for long kernels and large strides, also for many output channels (core/filter_bank.h), on matrix
+// units; compute capability 9.0.
+cudaError_t launch_filter_bank(const Problem& problem, const void* input, const void* weight, const void* bias,
+                               void* output, cudaStream_t stream);
 
 // The same where no tap overlaps another (core/pixel_shuffle.h), on matrix units, float32 by three products.
 cudaError_t launch_pixel_shuffle(const Problem& problem, const void* input, const void* weight, const void* bias,
