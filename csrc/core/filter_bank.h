@@ -16,7 +16,8 @@ namespace fastconvt {
 
 inline constexpr int kFilterBankChunks = 8;  // of 32 bytes of input channels, in a stage
 inline constexpr int64_t kFilterBankShared = 227 * 1024;
-inline constexpr int64_t kFilterBankBarriers = 128;  // bytes
+inline constexpr int64_t kFilterBankSums = 40 * 1024;  // bytes of sums that groups and blocks add
+inline constexpr int64_t kFilterBankBarriers = 128;    // bytes
 
 inline bool filter_bank_is_strict(const Problem& p) { return p.dtype == DType::kFloat32 && !p.allow_tf32; }
 
@@ -33,21 +34,47 @@ struct FilterBankTile {
   int64_t chunks;  // of 32 bytes of channels
   int64_t stages;
   int64_t splits;  // blocks that share a tile's stages; a power of two
-  int64_t tiles(const Problem& problem) const { return row_tiles * column_tiles * problem.groups; }
+  int64_t loops;   // row tiles that a block makes from inputs that stay
+  int64_t row_blocks() const { return ceil_div(row_tiles, loops); }
+  int64_t blocks(const Problem& problem) const { return row_blocks() * column_tiles * problem.groups * splits; }
 };
 
 // Milliseconds on an H200, fitted.
 inline double filter_bank_time(const Problem& problem, const FilterBankTile& t) {
   const bool strict = filter_bank_is_strict(problem), wide = problem.element_size() == 4;
-  // Of a chunk: products, or copies.
-  const double chunk =
-      strict ? std::max(2.14e-4 * double(t.taps), 5e-4) : std::max((wide ? 0.95e-4 : 1.05e-4) * double(t.taps), 3.2e-4);
-  const double rounds = double(ceil_div(t.tiles(problem) * t.splits, t.splits > 1 ? int64_t{128} : int64_t{132}));
+  // Products and copies of a chunk.
+  const double products = (strict ? 2.14e-4 : wide ? 0.95e-4 : 1.05e-4) * double(t.taps);
+  const double copies = strict ? 5e-4 : 3.2e-4;
+  const double rounds = double(ceil_div(t.blocks(problem), t.splits > 1 ? int64_t{128} : int64_t{132}));
   const int64_t stages = ceil_div(t.stages, t.splits);
   const double chunks = double(t.splits > 1 ? std::min(t.chunks, stages * kFilterBankChunks) : t.chunks);
-  const double layout = problem.layout == Layout::kChannelsLast ? 1.08 : 1;
-  return (strict ? 0.0025 : 0.0055) + (t.splits > 1 ? 0.002 : 0) +
-         layout * rounds * ((strict ? 0.005 : 0.0088) + chunks * chunk);
+  // channels_last: outputs of several channels are apart.
+  const double layout = problem.layout != Layout::kChannelsLast ? 1
+                        : problem.out_channels == 1             ? 1.08
+                        : wide                                  ? 1.2
+                                                                : 1.4;
+  const double block = (strict ? 0.0062 : 0.0088) + chunks * std::max(products, copies) +
+                       double(t.loops - 1) * (0.004 + chunks * products);
+  return (strict ? 0.0025 : 0.0055) + (t.splits > 1 ? 0.002 : 0) + layout * rounds * block;
+}
+
+// How many blocks share a tile, or how many tiles a block makes.
+inline void filter_bank_share(const Problem& problem, FilterBankTile& t, int64_t shared_rest) {
+  t.splits = 1, t.loops = 1;
+  double least = filter_bank_time(problem, t);
+  const auto consider = [&](int64_t splits, int64_t loops) {
+    FilterBankTile other = t;
+    other.splits = splits, other.loops = loops;
+    const double time = filter_bank_time(problem, other);
+    if (time < least) least = time, t.splits = splits, t.loops = loops;
+  };
+  for (int64_t splits = 2; splits <= std::min<int64_t>(t.stages, 8); splits *= 2) consider(splits, 1);
+  const int64_t resident = shared_rest + std::max<int64_t>(t.stages, 2) * t.stage_bytes + kFilterBankSums;
+  if (resident <= kFilterBankShared) {
+    for (int64_t loops = 2; loops <= std::min<int64_t>(t.row_tiles, 16); ++loops) consider(1, loops);
+  }
+  if (t.loops > 1) t.slots = std::max<int64_t>(t.stages, 2);
+  t.shared_bytes = shared_rest + t.slots * t.stage_bytes + (t.loops > 1 ? kFilterBankSums : 0);
 }
 
 inline FilterBankTile filter_bank_tile(const Problem& problem) {
@@ -71,15 +98,7 @@ inline FilterBankTile filter_bank_tile(const Problem& problem) {
   const int64_t rest = kFilterBankBarriers + round_up(t.held * 4, int64_t{128});  // with positions of all places
   t.slots = std::min((kFilterBankShared - rest) / t.stage_bytes, std::max<int64_t>(t.stages, 2));
   t.slots = std::min<int64_t>(t.slots, 6);
-  t.shared_bytes = rest + t.slots * t.stage_bytes;
-  t.splits = 1;
-  double least = filter_bank_time(problem, t);
-  for (int64_t splits = 2; splits <= std::min<int64_t>(t.stages, 8); splits *= 2) {
-    FilterBankTile split = t;
-    split.splits = splits;
-    const double time = filter_bank_time(problem, split);
-    if (time < least) least = time, t.splits = splits;
-  }
+  filter_bank_share(problem, t, rest);
   return t;
 }
 
@@ -111,7 +130,7 @@ inline std::string filter_bank_refusal(const Problem& problem, FilterBankTile& t
   if (t.slots < std::min<int64_t>(std::max<int64_t>(t.stages, 2), filter_bank_is_strict(problem) ? 2 : 3)) {
     return "many taps a phase";
   }
-  if (double(t.span) * double(problem.batch) >= 2e9 || double(t.tiles(problem)) >= 1e8) {
+  if (double(t.span) * double(problem.batch) >= 2e9 || double(t.blocks(problem)) >= 2e9) {
     return "too many tiles";
   }
   return "";

@@ -44,8 +44,9 @@ struct HeadsGradientTile {
   int64_t fixed_bytes = 0;                   // all but the stages
   int64_t stages = 0;                        // 0: there is no tile
   int64_t shared_bytes = 0;
-  int64_t blocks = 1;  // of a multiprocessor
-  double cycles = 0;   // of a multiprocessor for a box, about
+  int64_t blocks = 1;      // of a multiprocessor
+  double cycles = 0;       // of a multiprocessor for a box, about
+  double slow_copies = 1;  // where runs begin anywhere
 };
 
 inline bool heads_gradient_split(const Problem& p) { return p.dtype == DType::kFloat32 && !p.allow_tf32; }
@@ -137,6 +138,7 @@ inline void heads_gradient_finish(const Problem& p, bool of_weight, int64_t budg
   const int64_t begins = t.tiles[2] > 1 ? t.box[2] | p.axis[2].in : rows * p.axis[2].in | p.in_positions();
   const int64_t step = size * (channels_last ? p.in_channels : begins);
   const int narrow = step % 16 == 0 ? 0 : step % 8 == 0 ? 1 : step % 4 == 0 ? 2 : 3;
+  t.slow_copies = size == 2 && narrow >= 2 ? 1.4 : 1;
   const double slower = of_weight ? 1 + 0.15 * narrow : 1 + 1.3 * narrow;
   t.cycles = std::max(issued / 0.6, bytes / 19 * (slower + 4096 / (run_bytes * run_bytes)) + double(t.grad_bytes) / 38);
   if (!of_weight && t.stages < 4) t.cycles *= t.stages == 2 ? 1.18 : 1.05;
@@ -213,6 +215,14 @@ inline HeadsGradientTile heads_gradient_tile(const Problem& p, bool of_weight) {
   return t.stages == 0 || (half.stages > 0 && cost(half) < 1.25 * cost(t)) ? half : t;
 }
 
+// Whether each block of the input's gradient, with the weight's `shared_bytes` if these are more, leaves room for one
+// of the weight's when it ends: blocks that begin early would scatter otherwise, and not all fit at once.
+inline bool heads_gradients_overlap(const HeadsGradientTile& input, const HeadsGradientTile& weight) {
+  const int64_t bytes = std::max(input.shared_bytes, weight.shared_bytes) + 1024;
+  return std::min(input.stages, weight.stages) > 0 && weight.blocks <= input.blocks &&
+         input.blocks * bytes <= kHeadsGradientShared;
+}
+
 inline std::string heads_gradient_refusal(const Problem& p, bool of_weight, HeadsGradientTile& t) {
   constexpr int64_t kMaxAttribute = 4096, kMaxSize = int64_t{1} << 30;
   if (p.dtype == DType::kFloat64) return "float64";
@@ -259,7 +269,7 @@ inline double heads_gradient_ms(const Problem& p, const HeadsGradientTile& t) {
   const double resident = double(132 * t.blocks);
   const double rounds = double(heads_gradient_boxes(p, t) * heads_gradient_kinds(p, t)) / resident;
   const double whole = rounds > 4 ? rounds + 0.5 : double(int64_t(rounds + 0.999));
-  return whole * double(t.blocks) * t.cycles / 1.7e6;
+  return whole * double(t.blocks) * t.cycles / 1.7e6 * t.slow_copies;
 }
 
 // Groups that are interleaved in memory take longer.
@@ -275,7 +285,7 @@ inline double heads_input_gradient_cost_ms(const Problem& p) {
 }
 inline double heads_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  const double slower = heads_gradient_split(p) ? 1.4 : p.element_size() == 4 ? 1.3 : 1.15;
+  const double slower = heads_gradient_split(p) ? 1.4 : p.element_size() == 4 ? 1.3 : 1.05;
   return 0.014 + slower * heads_gradient_penalty(p) * heads_gradient_ms(p, heads_gradient_tile(p, true));
 }
 

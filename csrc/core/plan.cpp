@@ -10,7 +10,9 @@
 #include "depthwise.h"
 #include "depthwise_gradient.h"
 #include "direct.h"
+#include "direct_gradient.h"
 #include "filter_bank.h"
+#include "flat_gemm.h"
 #include "heads.h"
 #include "heads_gradient.h"
 #include "long_rows.h"
@@ -246,6 +248,8 @@ const Row kTable[] = {
      family_cost<pixel_shuffle_cost_ms>},
     {CandidateId::kPhaseGemm, "phase_gemm", true, kForward, family_refusal<90, phase_gemm_refusal, 91>,
      family_cost<phase_gemm_cost_ms>},
+    {CandidateId::kFlatGemm, "flat_gemm", true, kForward, family_refusal<90, flat_gemm_refusal, 91>,
+     family_cost<flat_gemm_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
@@ -269,6 +273,10 @@ const Row kTable[] = {
      family_refusal<80, heads_input_gradient_refusal>, family_cost<heads_input_gradient_cost_ms>},
     {CandidateId::kHeads, "heads_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<80, heads_weight_gradient_refusal>, family_cost<heads_weight_gradient_cost_ms>},
+    {CandidateId::kDirect, "direct_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<75, direct_input_gradient_refusal>, family_cost<direct_input_gradient_cost_ms>},
+    {CandidateId::kDirect, "direct_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<80, direct_weight_gradient_refusal>, family_cost<direct_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,

@@ -25,6 +25,7 @@ enum class CandidateId {
   kFilterBank,
   kPixelShuffle,
   kPhaseGemm,
+  kFlatGemm,
   kRowTile,
   kRows,
   kRowsMma,

@@ -143,6 +143,10 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor packed = workspace(call.input, phase_gemm_workspace(problem, input));
     return launch_phase_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
   }
+  if (candidate == CandidateId::kFlatGemm) {
+    const Tensor packed = workspace(call.input, flat_gemm_workspace(problem));
+    return launch_flat_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
   for (const auto& [id, launch] : kLaunchers) {
     if (id == candidate) return launch(problem, input, weight, bias, output, stream);
   }
@@ -209,6 +213,8 @@ constexpr GradientKernels kGradients[] = {
     {CandidateId::kDepthwise, launch_depthwise_input_gradient, launch_depthwise_weight_gradient,
      depthwise_weight_gradient_workspace},
     {CandidateId::kHeads, launch_heads_input_gradient, launch_heads_weight_gradient, heads_weight_gradient_workspace},
+    {CandidateId::kDirect, launch_direct_input_gradient, launch_direct_weight_gradient,
+     direct_weight_gradient_workspace},
 };
 
 // Those of a candidate; null: ATen's.

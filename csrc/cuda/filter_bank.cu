@@ -39,6 +39,8 @@ FilterBankParams filter_bank_params(const Problem& problem, const FilterBankTile
   p.bases = static_cast<int>(axis.base(axis.out() - 1)) - p.first_base + 1;
   p.lead = static_cast<int>(tile.lead);
   p.first_input = p.first_base - static_cast<int>(tile.taps - 1 + tile.lead);
+  p.row_tiles = static_cast<int>(tile.row_tiles), p.loops = static_cast<int>(tile.loops);
+  p.sums = tile.loops > 1 ? static_cast<int>(tile.slots * tile.stage_bytes) : 0;
   while (1 << p.split_bits < tile.splits) ++p.split_bits;
   p.rows = p.group_out * p.stride, p.taps = static_cast<int>(tile.taps);
   p.chunks = static_cast<int>(tile.chunks), p.stages = static_cast<int>(tile.stages);
@@ -51,7 +53,7 @@ FilterBankParams filter_bank_params(const Problem& problem, const FilterBankTile
   p.store_pairs = (!channels_last || problem.out_channels == 1) && axis.stride % 2 == 0 && axis.padding % 2 == 0 &&
                   axis.out() % 2 == 0 && aligned(output, 2 * size);
   p.by_stride = fast_divide(p.stride);
-  p.by_row_tiles = fast_divide(static_cast<int>(tile.row_tiles));
+  p.by_row_blocks = fast_divide(static_cast<int>(tile.row_blocks()));
   p.by_column_tiles = fast_divide(static_cast<int>(tile.column_tiles));
   p.by_span = fast_divide(static_cast<int>(tile.span));
   return p;
@@ -66,7 +68,7 @@ cudaError_t launch(FilterBankParams p, const FilterBankTile& tile, cudaStream_t 
   if (error != cudaSuccess) return error;
   p.feed_lanes = std::min(Traits::kFeeders, ceil_div(p.held, p.input_bytes + 1));
   p.feed_groups = Traits::kFeeders / p.feed_lanes;
-  const int64_t grid = tile.row_tiles * tile.column_tiles * p.groups * tile.splits;
+  const int64_t grid = tile.row_blocks() * tile.column_tiles * p.groups * tile.splits;
   p.prefetchers = static_cast<int>(std::min<int64_t>(grid, blocks));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -17,6 +17,7 @@ class FilterBankMaker {
   using T = typename Traits::Element;
   static constexpr bool kThree = Traits::kThree;
   static constexpr int kColumns = Traits::kColumns, kSums = kColumns / 2;
+  static constexpr int kPart = kFilterBankSums / 4 / Traits::kMakers;  // sums of a lane that are added at a time
   static constexpr int kAhead = FilterBankWeights<Traits>::kWords == 8 ? 2 : 4;  // steps
   static constexpr int kHeld = kThree ? 4 : 2;  // operands of steps: two in flight, or also the next ones
   static constexpr int kRun = 8;                // steps after which float32 adds
@@ -28,12 +29,12 @@ class FilterBankMaker {
   float sum[kSums], small[kThree ? kSums : 1], total[kThree ? kSums : 1];
 
  public:
-  __device__ FilterBankMaker(const FilterBankParams& p, const FilterBankBlock& block)
+  __device__ FilterBankMaker(const FilterBankParams& p, const FilterBankBlock& block, int tile)
       : p(p),
         block(block),
         lane(threadIdx.x % 32),
         group(__shfl_sync(0xffffffffu, threadIdx.x / 128, 0)),
-        first_row(block.row + (kThree ? threadIdx.x / 32 : threadIdx.x / 32 % 4) * 16) {}
+        first_row(block.row + tile * Traits::kRows + (kThree ? threadIdx.x / 32 : threadIdx.x / 32 % 4) * 16) {}
 
   __device__ __forceinline__ void run(FilterBankBarriers barriers, uint32_t stages) {
     FilterBankWeights<Traits> weights(p, block.group, first_row, block.first_stage + (kThree ? 0 : group), lane);
@@ -85,7 +86,7 @@ class FilterBankMaker {
     if constexpr (kThree) {
       if (group == 1) add_run();
     }
-    finish(stages);
+    finish(stages + p.sums);
   }
 
  private:
@@ -114,45 +115,76 @@ class FilterBankMaker {
     }
   }
 
-  // Leaves the sums in shared memory, where nothing is read any more.
-  __device__ __forceinline__ void finish(uint32_t stages) {
+  // Adds the sums of groups and blocks that shared the tile's stages, in their order, and stores them.
+  __device__ __forceinline__ void finish(uint32_t sums) {
+    const FilterBankOutputs<Traits> outputs(p, block, first_row, lane);
     if constexpr (kThree) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sum[i] = total[i] + small[i];
+      join<0>(sums, outputs);
+    } else {
+      join<0>(sums, outputs);
+      join<kPart>(sums, outputs);
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(Traits::kMakers) : "memory");
-    const uint32_t place = stages + (group * kSums * 128 + threadIdx.x % 128) * 4;
+  }
+  // Some of a lane's sums by way of shared memory, where nothing else is read any more.
+  template <int kFirst>
+  __device__ __forceinline__ void join(uint32_t sums, const FilterBankOutputs<Traits>& outputs) {
+    meet(kFirst > 0);
+    const uint32_t place = sums + (group * kPart * 128 + threadIdx.x % 128) * 4;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + i * 512), "f"(sum[i]) : "memory");
+    for (int i = 0; i < kPart; ++i) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(place + i * 512), "f"(sum[kFirst + i]) : "memory");
+    }
+    meet(true);
+    // Float32: a group's own rows. Else half of the columns, from both groups.
+    constexpr int kShare = kPart / Traits::kStageStep / 4;
+    const int first = kThree ? 0 : group * kShare;
+    const uint32_t from = sums + (kThree ? group * kPart * 512 : 0) + threadIdx.x % 128 * 4;
+    if (block.splits == 1) {
+#pragma unroll 1
+      for (int j = first; j < first + kShare; ++j) {
+        float four[4] = {};
+        add<false>(four, from + j * 2048);
+        outputs.store(four, kFirst * 2 + j * 8 + lane % 4 * 2);
+      }
+    } else {
+#pragma unroll 1
+      for (int j = first + block.rank; j < first + kShare; j += block.splits) {
+        float four[4] = {};
+#pragma unroll 1
+        for (int rank = 0; rank < block.splits; ++rank) add<true>(four, cluster_address(from + j * 2048, rank));
+        outputs.store(four, kFirst * 2 + j * 8 + lane % 4 * 2);
+      }
+    }
+  }
+  // One block's, of both groups if they shared the stages.
+  template <bool kCluster>
+  __device__ __forceinline__ static void add(float (&four)[4], uint32_t from) {
+#pragma unroll
+    for (int part = 0; part < Traits::kStageStep; ++part) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t place = from + part * kPart * 512 + i * 512;
+        float value;
+        if constexpr (kCluster) {
+          value = load_cluster(place);
+        } else {
+          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(place) : "memory");
+        }
+        four[i] += value;
+      }
+    }
+  }
+  // All makers, of all blocks that share the tile if `all`.
+  __device__ __forceinline__ void meet(bool all) const {
+    if (all && block.splits > 1) {
+      meet_cluster();
+    } else {
+      asm volatile("bar.sync 1, %0;" ::"n"(Traits::kMakers) : "memory");
     }
   }
 };
-
-// Stores a tile: adds the sums of groups and blocks that shared its stages, in their order; each block stores some of
-// the columns.
-template <class Traits>
-__device__ __forceinline__ void filter_bank_join(const FilterBankParams& p, const FilterBankBlock& block,
-                                                 uint32_t stages) {
-  constexpr int kSums = Traits::kColumns / 2, kParts = Traits::kStageStep;
-  constexpr int kShare = kSums / kParts;  // of a group
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128;
-  const FilterBankOutputs<Traits> outputs(
-      p, block, block.row + (Traits::kThree ? threadIdx.x / 32 : threadIdx.x / 32 % 4) * 16, lane);
-  const uint32_t own = stages + (group * kShare * 128 + threadIdx.x % 128) * 4;
-  const int column = Traits::kThree ? 0 : group * (Traits::kColumns / 2);
-#pragma unroll 1
-  for (int j = block.rank; j < kShare / 4; j += block.splits) {
-    float four[4] = {};
-#pragma unroll 1
-    for (int part = 0; part < kParts * block.splits; ++part) {
-      const uint32_t place = cluster_address(own + part % kParts * kSums * 512 + j * 2048, part / kParts);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] += load_cluster(place + i * 512);
-    }
-    outputs.store(four, column + j * 8 + lane % 4 * 2);
-  }
-}
 
 // A block's share of the weight on its way to the L2 cache.
 __device__ __forceinline__ void filter_bank_prefetch(const FilterBankParams& p) {
@@ -186,16 +218,16 @@ __global__ void __launch_bounds__(Traits::kMakers + Traits::kFeeders, 1)
   __syncthreads();
   if (threadIdx.x < Traits::kMakers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMakerRegisters));
-    FilterBankMaker<Traits>(p, block).run(barriers, stages);
-    meet_cluster();
-    filter_bank_join<Traits>(p, block, stages);
+#pragma unroll 1
+    for (int tile = 0; tile < p.loops && block.row + tile * Traits::kRows < p.rows; ++tile) {
+      FilterBankMaker<Traits>(p, block, tile).run(barriers, stages);
+    }
+    if (block.splits > 1) meet_cluster();  // the others may still read
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kFeederRegisters));
     FilterBankFeeder<Traits>(p, block, threadIdx.x - Traits::kMakers, stages + p.slots * p.stage_bytes)
         .run(barriers, stages);
-    meet_cluster();
   }
-  if (block.splits > 1) meet_cluster();  // the others may still read
 #endif
 }
 

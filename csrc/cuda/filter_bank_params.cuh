@@ -23,16 +23,18 @@ struct FilterBankParams {
   int first_base, bases;
   int first_input, lead;  // position of an item's first place; places before that of the last tap
   int rows, taps;
-  int split_bits;  // the logarithm of FilterBankTile::splits
+  int row_tiles, loops;  // FilterBankTile
+  int split_bits;        // the logarithm of FilterBankTile::splits
   int chunks, stages, slots;
   int held, pitch, stage_bytes;
+  int sums;  // bytes from the first stage to the sums
   int64_t weight_channel, weight_bytes;
   int prefetchers;   // blocks that bring the weight to the L2 cache
   bool store_pairs;  // two rows are one access to the output
   // What feeders read at a time: contiguous 0 or 1, a position or two; channels_last: bytes of channels.
   int input_bytes;
   int feed_lanes, feed_groups;  // contiguous: threads side by side, and how many times
-  FastDivide by_stride, by_row_tiles, by_column_tiles, by_span;
+  FastDivide by_stride, by_row_blocks, by_column_tiles, by_span;
 };
 
 template <typename T_, FilterBankPrecision kPrecision, bool kPairs_>
@@ -51,15 +53,15 @@ struct FilterBankTraits {
   static constexpr int kStepChannels = 2 * kVector;  // of a product
 };
 
-// What a block makes: the tile, of a group, and its stages.
+// What a block makes: the first tile, of a group, and its stages.
 struct FilterBankBlock {
   int row, column, group;  // the first ones
   int splits, rank, first_stage, end_stage;
   __device__ FilterBankBlock(const FilterBankParams& p, int rows, int columns) {
     splits = 1 << p.split_bits, rank = blockIdx.x & (splits - 1);
     first_stage = p.stages * rank >> p.split_bits, end_stage = p.stages * (rank + 1) >> p.split_bits;
-    int at = blockIdx.x >> p.split_bits, rest = p.by_row_tiles(at);
-    row = at * rows;
+    int at = blockIdx.x >> p.split_bits, rest = p.by_row_blocks(at);
+    row = at * rows * p.loops;
     group = p.by_column_tiles(rest);
     column = rest * columns;
   }

@@ -7,6 +7,7 @@
 
 #include "../core/heads_gradient.h"
 #include "device/copy_groups.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
@@ -57,7 +58,7 @@ struct HeadsGradientParams {
   int boxes;
   int channels, chunk_pairs;  // of a block
   int positions;
-  FastDivide by_channel_chunks, by_pair_chunks;
+  FastDivide by_channel_chunks, by_pair_chunks, by_chunk_pairs;
   // The output's gradient. Memory has `row_elements` of a row in a row; the box begins `lead` places later in a staged
   // row. Interleaved: channels_last in groups, which are apart in memory and side by side when staged.
   bool channels_last, interleaved;

@@ -104,6 +104,7 @@ inline HeadsGradientParams heads_gradient_params(const Problem& problem, const H
   p.positions = static_cast<int>(tile.positions);
   p.by_channel_chunks = fast_divide(static_cast<int>(tile.channel_chunks));
   p.by_pair_chunks = fast_divide(static_cast<int>(tile.pair_chunks));
+  p.by_chunk_pairs = fast_divide(p.chunk_pairs);
   set_heads_grads(problem, tile, p);
   set_heads_inputs(problem, tile, p);
   p.stages = static_cast<int>(tile.stages), p.grad_bytes = static_cast<int>(tile.grad_bytes);

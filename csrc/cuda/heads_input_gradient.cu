@@ -23,15 +23,16 @@ template <class Traits>
 cudaError_t launch(const Problem& problem, const HeadsGradientParams& params, const HeadsGradientTile& tile,
                    cudaStream_t stream) {
   const auto kernel = heads_input_gradient_kernel<Traits>;
-  const int shared = static_cast<int>(tile.shared_bytes);
+  const HeadsGradientTile next = heads_gradient_tile(problem, true);
+  const bool room = heads_gradients_overlap(tile, next);
+  const int shared = static_cast<int>(room ? std::max(tile.shared_bytes, next.shared_bytes) : tile.shared_bytes);
   int blocks = 0;
   const cudaError_t error =
       count_resident_blocks(kernel, kHeadsGradientThreads, shared, static_cast<int>(kHeadsGradientShared), blocks);
   if (error != cudaSuccess) return error;
   const int kinds = static_cast<int>(heads_gradient_kinds(problem, tile));
   const dim3 grid(std::min(std::max(1, blocks / kinds), params.boxes), kinds);
-  kernel<<<grid, kHeadsGradientThreads, shared, stream>>>(params);
-  return cudaGetLastError();
+  return launch_early(kernel, grid, kHeadsGradientThreads, shared, stream, params);
 }
 
 template <typename T, HeadsOperands kOperands>

@@ -42,6 +42,8 @@ class HeadsInputGradient {
         p, 0, p.pairs, shared, [](int i) { return position_of(i); },
         [](int i) { return i / 16 * 16 + i % 4 * 4 + i / 4 % 4; });
     heads_make_boxes(p, kind, shared);
+    let_next_grid_begin();
+    wait_for_previous_grid();
     __syncthreads();
     bool first = true;
     heads_for_boxes(

@@ -33,43 +33,24 @@ template <int kValue>
 using Int = std::integral_constant<int, kValue>;
 
 template <class Traits>
-cudaError_t launch(const HeadsGradientParams& params, const HeadsGradientTile& tile, int kinds, cudaStream_t stream) {
+cudaError_t launch(const HeadsGradientParams& params, const HeadsGradientTile& tile, int kinds, bool early,
+                   cudaStream_t stream) {
   const auto kernel = heads_weight_gradient_kernel<Traits>;
   const int shared = static_cast<int>(tile.shared_bytes);
   int blocks = 0;
   const cudaError_t error =
       count_resident_blocks(kernel, kHeadsGradientThreads, shared, static_cast<int>(kHeadsGradientShared), blocks);
   if (error != cudaSuccess) return error;
-  kernel<<<dim3(params.splits, kinds), kHeadsGradientThreads, shared, stream>>>(params);
-  return cudaGetLastError();
+  return launch_early(kernel, dim3(params.splits, kinds), kHeadsGradientThreads, shared, stream, params, early);
 }
 
 template <typename T>
 cudaError_t launch_reduction(const HeadsGradientParams& p, const Problem& problem, int bias_splits, void* grad_weight,
                              void* grad_bias, cudaStream_t stream) {
-  HeadsReductionParams r{};
-  std::copy(p.axis, p.axis + 3, r.axis);
-  r.grad = p.grad, r.input = p.input, r.partial = p.partial, r.bias_partial = p.bias_partial;
-  r.grad_weight = grad_weight, r.grad_bias = grad_bias;
-  r.grad_strides = p.grad_strides, r.input_strides = p.input_strides;
-  r.weight_elements = p.weight_elements, r.batch = problem.batch;
-  r.group_in = p.group_in, r.group_out = p.group_out, r.pairs = p.pairs;
-  r.out_channels = p.out_channels, r.splits = p.splits, r.bias_splits = bias_splits;
-  const int64_t elements = r.weight_elements + (grad_bias != nullptr ? r.out_channels : 0);
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(elements, int64_t{kHeadsReduced})));
-  config.blockDim = dim3(kHeadsReduced * kHeadsReducers);
-  config.stream = stream;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, heads_weight_reduction_kernel<T>, r);
+  HeadsReductionParams r = heads_reduction_params(problem, p.grad, p.input, grad_weight, grad_bias);
+  r.partial = p.partial, r.bias_partial = p.bias_partial;
+  r.splits = p.splits, r.bias_splits = bias_splits;
+  return launch_heads_reduction<T>(r, stream);
 }
 
 }  // namespace
@@ -91,12 +72,13 @@ cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* gra
   params.partial = static_cast<float*>(workspace);
   params.bias_partial = grad_bias != nullptr ? params.partial + params.splits * params.weight_elements : nullptr;
   const int bias_splits = static_cast<int>(count_bias_splits(problem, tile, params.splits));
+  const bool early = heads_gradients_overlap(heads_gradient_tile(problem, false), tile);
   const auto run = [&](auto tag, auto operands) {
     using T = typename decltype(tag)::type;
     constexpr HeadsOperands kOperands = decltype(operands)::value;
     const auto launch_tile = [&](auto rows, auto columns) {
       return launch<HeadsWeightGradientTraits<T, kOperands, decltype(rows)::value, decltype(columns)::value>>(
-          params, tile, static_cast<int>(heads_gradient_kinds(problem, tile)), stream);
+          params, tile, static_cast<int>(heads_gradient_kinds(problem, tile)), early, stream);
     };
     cudaError_t error;
     if (tile.channels == 16) {

@@ -63,6 +63,7 @@ class HeadsWeightGradient {
     const HeadsBias<T> bias(p, shared, kind);
     bias.clear();
     if (!p.channels_last) clear_excess();
+    wait_for_previous_grid();
     __syncthreads();
     int offset[kColumns];
 #pragma unroll
@@ -87,9 +88,7 @@ class HeadsWeightGradient {
           bias.add(box, reinterpret_cast<const T*>(from));
         });
     __syncthreads();
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");  // the second pass may get ready
-#endif
+    let_next_grid_begin();  // the second pass may get ready
     store_sums(pairs);
     if (p.bias_partial != nullptr && kind.channel == 0) store_bias(bias, pairs);
   }
@@ -313,8 +312,11 @@ class HeadsWeightGradient {
     const int channels = min(p.channels, p.group_in - kind.channel);
     float* to = p.partial + static_cast<int64_t>(blockIdx.x) * p.weight_elements +
                 static_cast<int64_t>(kind.group * p.group_in + kind.channel) * p.pairs + kind.pair;
-    for (int i = threadIdx.x; i < channels * pairs; i += kHeadsGradientThreads) {
-      const int channel = i / pairs, pair = i - channel * pairs;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < channels * p.chunk_pairs; i += kHeadsGradientThreads) {
+      int pair = i;
+      const int channel = p.by_chunk_pairs(pair);
+      if (pair >= pairs) continue;
       const int owner = channel / (16 * kRows), m = channel / 16 % kRows, r = channel % 16;
       const int place = ((m * kColumns + pair / 8) * 4 + r / 8 * 2 + pair % 2) * 32 + r % 8 * 4 + pair % 8 / 2;
       float sum = 0;

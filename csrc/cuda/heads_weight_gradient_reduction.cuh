@@ -2,12 +2,15 @@
 // made again by the definition.
 #pragma once
 
+#include "device/dependent_launch.cuh"
 #include "heads_gradient.cuh"
 
 namespace fastconvt::cuda {
 
 struct HeadsReductionParams {
-  HeadsGradientAxis axis[3];
+  struct {
+    int in, out, kernel, stride, padding, dilation;
+  } axis[3];
   const void *grad, *input;
   const float* partial;
   const float* bias_partial;  // (bias_splits, output channels); null: there is none
@@ -16,6 +19,26 @@ struct HeadsReductionParams {
   int64_t weight_elements, batch;
   int group_in, group_out, pairs, out_channels, splits, bias_splits;
 };
+
+// All but the partial sums.
+inline HeadsReductionParams heads_reduction_params(const Problem& problem, const void* grad, const void* input,
+                                                   void* grad_weight, void* grad_bias) {
+  HeadsReductionParams r{};
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = problem.axis[a];
+    r.axis[a] = {static_cast<int>(axis.in),     static_cast<int>(axis.out()),   static_cast<int>(axis.kernel),
+                 static_cast<int>(axis.stride), static_cast<int>(axis.padding), static_cast<int>(axis.dilation)};
+  }
+  r.grad = grad, r.input = input;
+  r.grad_weight = grad_weight, r.grad_bias = grad_bias;
+  r.grad_strides = output_strides(problem), r.input_strides = input_strides(problem);
+  r.weight_elements = problem.weight_elements(), r.batch = problem.batch;
+  r.group_in = static_cast<int>(problem.in_channels_per_group());
+  r.group_out = static_cast<int>(problem.out_channels_per_group());
+  r.pairs = static_cast<int>(r.group_out * problem.kernel_positions());
+  r.out_channels = static_cast<int>(problem.out_channels);
+  return r;
+}
 
 constexpr int kHeadsReduced = 32;   // elements of a block
 constexpr int kHeadsReducers = 32;  // threads that share one
@@ -69,9 +92,7 @@ __device__ double heads_bias_share(const HeadsReductionParams& p, int64_t channe
 template <typename T>
 __global__ void __launch_bounds__(kHeadsReduced* kHeadsReducers)
     heads_weight_reduction_kernel(const __grid_constant__ HeadsReductionParams p) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // this grid may begin before the partial sums are there
-#endif
+  wait_for_previous_grid();
   __shared__ double sums[kHeadsReducers][kHeadsReduced];
   __shared__ unsigned repeated;
   const int column = threadIdx.x % kHeadsReduced, share = threadIdx.x / kHeadsReduced;
@@ -122,6 +143,13 @@ __global__ void __launch_bounds__(kHeadsReduced* kHeadsReducers)
     }
     __syncthreads();
   }
+}
+
+template <typename T>
+cudaError_t launch_heads_reduction(const HeadsReductionParams& r, cudaStream_t stream) {
+  const int64_t elements = r.weight_elements + (r.grad_bias != nullptr ? r.out_channels : 0);
+  const dim3 grid(static_cast<unsigned>(ceil_div(elements, int64_t{kHeadsReduced})));
+  return launch_early(heads_weight_reduction_kernel<T>, grid, kHeadsReduced * kHeadsReducers, 0, stream, r);
 }
 
 }  // namespace fastconvt::cuda

@@ -53,6 +53,12 @@ int64_t phase_gemm_workspace(const Problem& problem, const void* input);
 cudaError_t launch_phase_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                               void* output, void* workspace, cudaStream_t stream);
 
+// The same in float32 as three TF32 products, and in TF32, for 8 channels a group and more (core/flat_gemm.h);
+// compute capability 9.0. The workspace is device memory, aligned to 16 bytes.
+int64_t flat_gemm_workspace(const Problem& problem);
+cudaError_t launch_flat_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
+                             void* output, void* workspace, cudaStream_t stream);
+
 // The same for few channels and short kernels on matrix units, float32 by three products: long rows, contiguous
 // (core/long_rows.h); rows of whole pixels, channels_last (core/pixel_rows.h).
 cudaError_t launch_long_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -88,6 +94,14 @@ cudaError_t launch_heads_input_gradient(const Problem& problem, const void* grad
 int64_t heads_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
+// The same for few channels a group and small layers (core/direct_gradient.h), contiguous; grad_bias may be null.
+// Compute capability 7.5 for the input's, 8.0 for the weight's.
+cudaError_t launch_direct_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                         void* grad_input, cudaStream_t stream);
+int64_t direct_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_direct_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or

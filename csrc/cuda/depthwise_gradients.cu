@@ -1,0 +1,240 @@
+// The host side of depthwise_gradients.cuh: how a problem is divided.
+#include "depthwise_gradients.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "launchers.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+constexpr int64_t kShared = 225 * 1024;  // of a multiprocessor's blocks
+
+struct Tile {
+  int shape = 0;
+  bool flat = false;
+  int64_t groups = 1, tile = 1, tiles = 1, slots = 1;
+  int64_t depth_parts = 1, height_parts = 1, depth_rows = 1, height_rows = 1, depth_bases = 1, height_bases = 1;
+  int64_t units = 1, splits = 1;
+};
+
+Tile choose_tile(const Problem& problem, bool aligned) {
+  constexpr int64_t kParts[] = {1, 2, 3, 4, 5, 6, 8, 9, 12, 16};
+  constexpr double kWalk = 3, kBlock = 16;  // in bases: what a turn and a block cost beside them
+  constexpr int64_t kBases = 1024;          // of a thread, at most: the sums of more would be less exact in float32
+  constexpr int64_t kPlanes = 20 * 1024;    // bytes of planes that wait for the next base of the depth
+  Tile t;
+  t.shape = depthwise_gradients_shape(problem, aligned);
+  const DepthwiseGradientsShape& shape = kDepthwiseGradientsShapes[t.shape];
+  t.flat = !shape.aligned;
+  const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
+  const int64_t resident = shape.resident * 132, most = shape.threads / shape.classes,
+                all = ceil_div<int64_t>(width.in, shape.inputs);
+  t.groups = std::min(all, most);
+  if (!t.flat && all > most) t.groups = round_up(ceil_div(all, ceil_div(all, most)), int64_t{8});
+  t.tile = t.groups * shape.inputs;
+  t.tiles = t.flat ? 1 : ceil_div(all, t.groups);
+  const int64_t rows = t.flat ? ceil_div(all, t.groups) : height.in;
+  double best = 1e300;
+  for (const int64_t depth_parts : kParts) {
+    if (depth_parts > 1 && (depth_parts > 8 || depth_parts * 2 > depth.in || shape.depth == 1)) break;
+    for (const int64_t height_parts : kParts) {
+      if (height_parts > 1 && (t.flat || height_parts * 4 > height.in)) break;
+      Tile u = t;
+      u.depth_rows = shape.depth == 1 ? 1 : ceil_div(depth.in, depth_parts);
+      u.depth_parts = ceil_div(depth.in, u.depth_rows);
+      u.height_rows = ceil_div(rows, height_parts);
+      u.height_parts = ceil_div(rows, u.height_rows);
+      u.depth_bases = u.depth_rows + shape.depth - 1, u.height_bases = u.height_rows + shape.height - 1;
+      u.units = problem.batch * u.depth_parts * u.height_parts * u.tiles;
+      u.slots = std::min(u.units, std::max<int64_t>(1, shape.threads / (u.groups * shape.classes)));
+      const int64_t turns_of_all = ceil_div(u.units, u.slots);
+      for (int more = 0; more < 2; ++more) {
+        const int64_t least = ceil_div(turns_of_all, std::max<int64_t>(1, kBases / (u.depth_bases * u.height_bases)));
+        const int64_t wanted = std::max(least, resident / problem.in_channels + more);
+        u.splits = std::clamp<int64_t>(wanted, 1, turns_of_all);
+        const int64_t turns = ceil_div(turns_of_all, u.splits);
+        u.splits = ceil_div(turns_of_all, turns);
+        const double rounds = double(u.splits * problem.in_channels) / double(resident);
+        const double own =
+            rounds <= 1 ? 1 : rounds + 0.5 * (double(ceil_div(u.splits * problem.in_channels, resident)) - rounds);
+        const bool large = (shape.depth > 1 && u.slots * u.height_rows * u.tile * 4 > kPlanes) ||
+                           u.depth_bases * u.height_bases > kBases;
+        const double bases = double(turns * u.depth_bases) * (double(u.height_bases) + kWalk) + kBlock;
+        const double cost = own * bases * double(u.slots) * (large ? 2 : 1);
+        if (cost >= best) continue;
+        best = cost;
+        t = u;
+        t.splits = u.splits;
+      }
+    }
+  }
+  return t;
+}
+
+// The smallest number that is not less than `least`, and `rest` modulo `period`.
+int64_t at_least(int64_t least, int64_t rest, int64_t period) {
+  return least + ((rest - least) % period + period) % period;
+}
+
+template <class Traits>
+cudaError_t launch(const Problem& problem, const Tile& t, DepthwiseGradientsParams p,
+                   const DepthwiseWeightParams& whole, cudaStream_t stream) {
+  using T = typename Traits::T;
+  constexpr int64_t kSize = sizeof(T), kChunk = Traits::kChunk, kBanks = 128 / kSize;
+  const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
+  for (int a = 0; a < 3; ++a) p.axis[a] = axis_params(problem.axis[a]);
+  const Strides in = input_strides(problem), out = output_strides(problem);
+  p.grad_batch = out.batch, p.grad_channel = out.channel, p.grad_plane = out.axis[0];
+  p.input_batch = in.batch, p.input_channel = in.channel, p.input_plane = in.axis[0];
+  p.grad_row = static_cast<int>(out.axis[1]), p.input_row = static_cast<int>(in.axis[1]);
+  p.weight_elements = problem.weight_elements();
+  p.grad_elements = problem.out_elements(), p.input_elements = problem.in_elements();
+  p.channels = static_cast<int>(problem.in_channels);
+  p.slots = static_cast<int>(t.slots), p.groups = static_cast<int>(t.groups);
+  p.threads = p.slots * p.groups * Traits::kClasses;
+  p.tile = static_cast<int>(t.tile);
+  p.depth_rows = static_cast<int>(t.depth_rows), p.height_rows = static_cast<int>(t.height_rows);
+  p.depth_bases = static_cast<int>(t.depth_bases), p.height_bases = static_cast<int>(t.height_bases);
+  p.units = static_cast<int>(t.units), p.splits = static_cast<int>(t.splits);
+  if (t.flat) {
+    const int64_t begin = ceil_div(width.padding, width.stride);
+    const int64_t end = std::min(width.in - 1, (width.out() + width.padding - Traits::kKernel) / width.stride + 1);
+    p.inside_begin = static_cast<int>(begin), p.inside_count = static_cast<int>(std::max<int64_t>(0, end - begin));
+  }
+  // Whole rows are copied as one, unless threads that are side by side would read the same banks.
+  p.whole_rows = Traits::kAligned && t.tiles == 1 && Traits::kClasses == depth.stride;
+  const int64_t rest = (kChunk - width.padding % kChunk) % kChunk;  // of a row's first column
+  p.shift = static_cast<int>(p.whole_rows ? -width.padding : Traits::kAligned ? rest : 0);
+
+  const int64_t sums = 128 + (Traits::kSums + 1) * Traits::kThreads * 4;
+  const int64_t planes = Traits::kDepth > 1 ? round_up(t.slots * t.height_rows * t.tile * 4, int64_t{128}) : 0;
+  const int64_t most = std::min<int64_t>(Traits::kChain, t.height_bases);
+  int64_t bases = ceil_div(t.height_bases, ceil_div(t.height_bases, most)), total = 0;
+  for (;; bases = std::min(bases - 1, ceil_div(t.height_bases, ceil_div(t.height_bases, bases) + 1))) {
+    const int64_t inputs = t.flat ? t.tile * bases : t.tile, apart = t.flat ? kChunk : rest;
+    int64_t pitch = round_up((inputs - 1) * Traits::kStride + Traits::kKernel + apart, kChunk);
+    int64_t input_pitch = round_up(inputs + (t.flat ? kChunk : 0), kChunk);
+    if (p.whole_rows) {
+      pitch = width.out(), input_pitch = width.in;
+    } else if (Traits::kClasses > 1) {
+      pitch = at_least(pitch, std::max(kBanks / Traits::kClasses, kChunk), kBanks);
+    }
+    const int64_t grad_rows = t.flat ? 1 : bases * height.stride, input_rows = t.flat ? 1 : bases;
+    int64_t plane = pitch * grad_rows;
+    if (Traits::kClasses > 1 && depth.stride > 1) plane = at_least(plane, kBanks / 2, kBanks);
+    p.bases = static_cast<int>(bases), p.slabs = static_cast<int>(ceil_div(t.height_bases, bases));
+    const int grad_runs = p.whole_rows || t.flat ? 1 : static_cast<int>(grad_rows);
+    const int input_runs = p.whole_rows || t.flat ? 1 : static_cast<int>(input_rows);
+    p.grad_jobs = static_cast<int>(t.slots * depth.stride * grad_runs);
+    p.input_jobs = static_cast<int>(t.slots * Traits::kDepth * input_runs);
+    p.by_grad_run = fast_divide(grad_runs), p.by_input_run = fast_divide(input_runs);
+    p.grad_pitch = static_cast<int>(pitch), p.grad_plane_pitch = static_cast<int>(plane);
+    p.grad_slot = static_cast<int>(plane * depth.stride);
+    p.grad_base = static_cast<int>(t.flat ? t.tile * Traits::kStride : pitch * height.stride);
+    p.input_pitch = static_cast<int>(input_pitch);
+    p.input_base = static_cast<int>(t.flat ? t.tile : input_pitch);
+    p.input_plane_pitch = static_cast<int>(input_pitch * input_rows);
+    p.input_slot = p.input_plane_pitch * Traits::kDepth;
+    p.input_place = p.grad_slot * p.slots;
+    p.stage = p.input_place + p.input_slot * p.slots;
+    p.sums_place = 128, p.planes_place = static_cast<int>(sums), p.stages_place = static_cast<int>(sums + planes);
+    total = p.stages_place + kDepthwiseStages * p.stage * kSize + 64;  // a thread may read columns beyond
+    if (bases == 1 || total <= kShared / Traits::kResident) break;
+  }
+  p.by_depth_dilation = fast_divide(p.axis[0].dilation), p.by_height_dilation = fast_divide(p.axis[1].dilation);
+  p.by_group = fast_divide(p.groups);
+  p.by_tile = fast_divide(static_cast<int>(t.tiles));
+  p.by_height_part = fast_divide(static_cast<int>(t.height_parts));
+  p.by_depth_part = fast_divide(static_cast<int>(t.depth_parts));
+  p.by_grad_plane = fast_divide(static_cast<int>(depth.stride)), p.by_input_plane = fast_divide(Traits::kDepth);
+  const int64_t blocks = t.splits * problem.in_channels;
+  if (blocks >= int64_t{1} << 31 || total > 227 * 1024) return cudaErrorNotSupported;
+  const auto kernel = depthwise_gradients_kernel<Traits>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, static_cast<size_t>(total), stream>>>(p, whole);
+  return cudaGetLastError();
+}
+
+bool is_aligned(const void* grad, const void* input, const void* output) {
+  return (reinterpret_cast<uintptr_t>(grad) | reinterpret_cast<uintptr_t>(input) |
+          reinterpret_cast<uintptr_t>(output)) %
+             16 ==
+         0;
+}
+
+template <typename T, int kShape = 0>
+cudaError_t dispatch_shape(const Problem& problem, const Tile& t, const DepthwiseGradientsParams& p,
+                           const DepthwiseWeightParams& whole, cudaStream_t stream) {
+  if constexpr (kShape < static_cast<int>(std::size(kDepthwiseGradientsShapes))) {
+    return t.shape == kShape ? launch<DepthwiseGradientsTraits<T, kShape>>(problem, t, p, whole, stream)
+                             : dispatch_shape<T, kShape + 1>(problem, t, p, whole, stream);
+  }
+  return cudaErrorNotSupported;
+}
+
+// Of what several blocks have made. It may start before they end, and waits for them itself.
+template <typename T>
+cudaError_t launch_reduction(const DepthwiseWeightParams& whole, cudaStream_t stream) {
+  const int64_t elements =
+      (whole.output != nullptr ? whole.weight_elements : 0) + (whole.grad_bias != nullptr ? whole.channels : 0);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(elements, kDepthwiseReduceElements)));
+  config.blockDim = dim3(kDepthwiseReduceElements * kDepthwiseReduceShares);
+  config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, depthwise_weight_reduction_kernel<T>, whole);
+}
+
+}  // namespace
+
+int64_t depthwise_gradients_workspace(const Problem& original) {
+  if (original.in_elements() == 0 || !depthwise_gradients_refusal(original).empty()) return 0;
+  const Problem problem = depthwise_gradient_view(original);
+  int64_t splits = 0;
+  for (const bool aligned : {false, true}) {
+    if (depthwise_gradients_shape(problem, aligned) >= 0)
+      splits = std::max(splits, choose_tile(problem, aligned).splits);
+  }
+  return splits * (problem.weight_elements() + problem.in_channels) * int64_t{sizeof(float)};
+}
+
+cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad_output, const void* input,
+                                       const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                       void* workspace, cudaStream_t stream) {
+  if (!depthwise_gradients_refusal(original).empty() || original.in_elements() == 0) return cudaErrorNotSupported;
+  const Problem problem = depthwise_gradient_view(original);
+  const bool aligned = is_aligned(grad_output, input, grad_input);
+  if (depthwise_gradients_shape(problem, aligned) < 0) return cudaErrorNotSupported;
+  const Tile t = choose_tile(problem, aligned);
+  DepthwiseGradientsParams p{};
+  p.grad = grad_output, p.input = input, p.weight = weight, p.output = grad_input;
+  const bool sums = grad_weight != nullptr || grad_bias != nullptr;
+  p.partial = sums ? static_cast<float*>(workspace) : nullptr;
+  p.bias_partial = grad_bias != nullptr ? p.partial + t.splits * problem.weight_elements() : nullptr;
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    DepthwiseWeightParams r{};
+    for (int a = 0; a < 3; ++a) r.axis[a] = axis_params(problem.axis[a]);
+    const Strides in = input_strides(problem), out = output_strides(problem);
+    r.grad = grad_output, r.input = input, r.output = grad_weight, r.grad_bias = grad_bias;
+    r.partial = p.partial, r.bias_partial = p.bias_partial;
+    r.weight_elements = problem.weight_elements();
+    r.grad_batch = out.batch, r.grad_channel = out.channel, r.input_batch = in.batch, r.input_channel = in.channel;
+    r.grad_plane = static_cast<int>(out.axis[0]), r.input_plane = static_cast<int>(in.axis[0]);
+    r.grad_row = static_cast<int>(out.axis[1]), r.input_row = static_cast<int>(in.axis[1]);
+    r.grad_column = 1, r.input_column = 1;
+    r.channels = static_cast<int>(problem.out_channels), r.batch = static_cast<int>(problem.batch);
+    r.by_multiplier = fast_divide(1);
+    r.splits = static_cast<int>(t.splits), r.classes = 1;
+    const cudaError_t error = dispatch_shape<T>(problem, t, p, r, stream);
+    return error == cudaSuccess && sums && t.splits > 1 ? launch_reduction<T>(r, stream) : error;
+  });
+}
+
+}  // namespace fastconvt::cuda

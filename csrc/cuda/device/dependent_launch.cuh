@@ -1,0 +1,42 @@
+// Grids that begin while the one before them in the stream ends (compute capability 9.0; elsewhere they wait).
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace fastconvt::cuda {
+
+// Nothing that another grid writes may be read, and nothing written, before this.
+__device__ __forceinline__ void wait_for_previous_grid() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next grid may get ready.
+__device__ __forceinline__ void let_next_grid_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Launches a kernel that calls wait_for_previous_grid(); `early`: before the one before it has ended.
+template <typename Params>
+cudaError_t launch_early(void (*kernel)(Params), dim3 grid, int threads, int shared, cudaStream_t stream,
+                         const Params& params, bool early = true) {
+  int device = 0, major = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = early && major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace fastconvt::cuda
