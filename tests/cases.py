@@ -91,6 +91,7 @@ CASES = [
     Case("doubling_k3_s2_op1_3d", (1, 4, 3, 5, 4), (4, 3, 3, 3, 3), 2, 1, 1),
     Case("bilinear_head_k16_s8", (1, 3, 4, 5), (3, 1, 16, 16), 8, 4, 0, 3, bias=False),
     Case("depthwise_k4_s2", (2, 9, 6, 7), (9, 1, 4, 4), 2, 1, 0, 9),
+    Case("depthwise_k4_s2_in_vectors", (2, 3, 5, 16), (3, 1, 4, 4), 2, 1, 0, 3),
     Case("fsrcnn_k9_s3", (1, 7, 5, 6), (7, 1, 9, 9), 3, 4, 2),
     Case("vocoder_k16_s8", (2, 8, 13), (8, 4, 16), 8, 4),
     Case("filter_bank_k64_s16", (2, 40, 13), (40, 2, 64), 16, 24),
@@ -204,6 +205,10 @@ def draw_relative(integer, max_elements=100_000):
             stride = integer(1, 8 // ndim)
             kernel, dilation = stride * (1 if kind == "shuffle" else integer(1, 2)), 1
         drawn = _finish_axis(integer, integer(1, longest), kernel, stride, dilation)
+        if kind == "depthwise" and integer(0, 1):  # bilinear up-sampling of rows in whole vectors
+            stride = (1, 2, 2, 4, 8)[integer(0, 4)]
+            kernel, size = (2 * stride if stride > 1 else 3), 8 * integer(1, 1 + longest // 16)
+            drawn = (size, kernel, stride, (kernel - stride) // 2, 0, 1)
         axes.append((drawn[0], kernel, stride, 0, 0, 1) if kind == "shuffle" and integer(0, 3) else drawn)
     batch, channels = (integer(1, 3),), groups * channels_in
     case = _case_of("relative", batch, channels, channels_out, groups, axes, bias=integer(0, 1) > 0)

@@ -207,7 +207,12 @@ def plan_on_gpu(core, operation, problem, capability=90, refusal="", forced=""):
 
 # An operation, a call, candidates of our own that can make it, and those that can on a GPU of compute capability 7.5.
 OWN = [
-    ("CONV_TRANSPOSE", ("reference_2d",), ["row_tile", "gather", "rows_persistent", "phase_gemm", "flat_gemm"], ["gather"]),
+    (
+        "CONV_TRANSPOSE",
+        ("reference_2d",),
+        ["row_tile", "gather", "rows_persistent", "phase_gemm", "flat_gemm"],
+        ["gather"],
+    ),
     ("CONV_TRANSPOSE", ("reference_2d", "float32", False, True), ["rows", "gather"], ["gather"]),
     ("CONV_TRANSPOSE", ("reference_2d", "float32", True), ["row_tile", "rows_persistent"], ["gather"]),
     ("CONV_TRANSPOSE", ("reference_2d", "bfloat16"), ["rows_persistent", "gather"], ["gather"]),
@@ -217,12 +222,15 @@ OWN = [
     ("CONV_TRANSPOSE", ("unet_k2_s2", "bfloat16"), ["pixel_shuffle", "direct"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),
     ("CONV_TRANSPOSE", ("filter_bank_k64_s16", "bfloat16"), ["filter_bank", "overlap_add"], ["gather"]),
+    ("CONV_TRANSPOSE", ("dilation_of_the_stride", "bfloat16"), ["phase_tma", "phase_gemm"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("unequal_1d",), ["long_rows"], ["gather"]),
     ("CONV_TRANSPOSE", ("dilation_of_the_stride", "float32", False, True), ["pixel_rows"], ["gather", "direct"]),
-    ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad", "heads_dgrad"], ["direct_dgrad"]),
-    ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad", "heads_wgrad"], []),
+    ("INPUT_GRADIENT", ("reference_2d",), ["rows_dgrad", "heads_dgrad", "dense_dgrad"], ["direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("reference_2d",), ["rows_wgrad", "heads_wgrad", "dense_wgrad"], []),
     ("INPUT_GRADIENT", ("bilinear_head_k16_s8",), ["depthwise_dgrad"], ["depthwise_dgrad"]),
     ("WEIGHT_GRADIENT", ("bilinear_head_k16_s8",), ["depthwise_wgrad"], ["depthwise_wgrad"]),
+    ("INPUT_GRADIENT", ("depthwise_k4_s2_in_vectors",), ["depthwise_gradients"], ["depthwise_dgrad", "direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("depthwise_k4_s2_in_vectors",), ["depthwise_gradients"], ["depthwise_wgrad"]),
     ("INPUT_GRADIENT", ("groups_2_of_12",), ["direct_dgrad"], ["direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("groups_2_of_12",), ["direct_wgrad"], []),
     ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),

@@ -7,8 +7,10 @@
 
 #include "chain_backward.h"
 #include "chain_mma.h"
+#include "dense_gradient.h"
 #include "depthwise.h"
 #include "depthwise_gradient.h"
+#include "depthwise_gradients.h"
 #include "direct.h"
 #include "direct_gradient.h"
 #include "filter_bank.h"
@@ -18,6 +20,7 @@
 #include "long_rows.h"
 #include "overlap_add.h"
 #include "phase_gemm.h"
+#include "phase_tma.h"
 #include "pixel_rows.h"
 #include "pixel_shuffle.h"
 #include "row_tile.h"
@@ -250,6 +253,8 @@ const Row kTable[] = {
      family_cost<phase_gemm_cost_ms>},
     {CandidateId::kFlatGemm, "flat_gemm", true, kForward, family_refusal<90, flat_gemm_refusal, 91>,
      family_cost<flat_gemm_cost_ms>},
+    {CandidateId::kPhaseTma, "phase_tma", true, kForward, family_refusal<90, phase_tma_refusal, 91>,
+     family_cost<phase_tma_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
@@ -269,6 +274,10 @@ const Row kTable[] = {
      family_refusal<75, depthwise_input_gradient_refusal>, family_cost<depthwise_input_gradient_cost_ms>},
     {CandidateId::kDepthwise, "depthwise_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<75, depthwise_weight_gradient_refusal>, family_cost<depthwise_weight_gradient_cost_ms>},
+    {CandidateId::kDepthwiseGradients, "depthwise_gradients", true,
+     bit(Operation::kInputGradient) | bit(Operation::kWeightGradient), family_refusal<90, depthwise_gradients_refusal>,
+     // One pass makes both; alone, either is still faster than by the kernels above.
+     [](Operation, const Problem& p, const DeviceInfo&) { return depthwise_gradients_cost_ms(p) / 2; }},
     {CandidateId::kHeads, "heads_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<80, heads_input_gradient_refusal>, family_cost<heads_input_gradient_cost_ms>},
     {CandidateId::kHeads, "heads_wgrad", true, bit(Operation::kWeightGradient),
@@ -277,6 +286,10 @@ const Row kTable[] = {
      family_refusal<75, direct_input_gradient_refusal>, family_cost<direct_input_gradient_cost_ms>},
     {CandidateId::kDirect, "direct_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<80, direct_weight_gradient_refusal>, family_cost<direct_weight_gradient_cost_ms>},
+    {CandidateId::kDense, "dense_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<90, dense_input_gradient_refusal, 120>, family_cost<dense_input_gradient_cost_ms>},
+    {CandidateId::kDense, "dense_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<90, dense_weight_gradient_refusal, 120>, family_cost<dense_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,

@@ -143,6 +143,10 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor packed = workspace(call.input, phase_gemm_workspace(problem, input));
     return launch_phase_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
   }
+  if (candidate == CandidateId::kPhaseTma) {
+    const Tensor packed = workspace(call.input, phase_tma_workspace(problem, input));
+    return launch_phase_tma(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
   if (candidate == CandidateId::kFlatGemm) {
     const Tensor packed = workspace(call.input, flat_gemm_workspace(problem));
     return launch_flat_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
@@ -201,20 +205,40 @@ class Gradient {
   Tensor dense_, result_;
 };
 
-// The kernels of a candidate for a gradient of the input and of the weight.
+// The kernels of a candidate for a gradient of the input and of the weight; and one pass for all gradients, null if
+// there is none, which may refuse tensors for their alignment.
+using Workspace = int64_t (*)(const Problem&);
 struct GradientKernels {
   CandidateId id;
-  decltype(&launch_rows_input_gradient) input;
-  decltype(&launch_rows_weight_gradient) weight;
-  int64_t (*weight_workspace)(const Problem&);
+  decltype(&launch_dense_input_gradient) input;
+  Workspace input_workspace;  // null: none
+  decltype(&launch_dense_weight_gradient) weight;
+  Workspace weight_workspace;
+  decltype(&launch_depthwise_gradients) all = nullptr;
+  Workspace workspace_of_all = nullptr;
 };
+
+// A launcher of the input's gradient that needs no workspace.
+template <cudaError_t (*kLaunch)(const Problem&, const void*, const void*, void*, cudaStream_t)>
+cudaError_t launch_without(const Problem& problem, const void* grad_output, const void* weight, void* grad_input,
+                           void* /*workspace*/, cudaStream_t stream) {
+  return kLaunch(problem, grad_output, weight, grad_input, stream);
+}
+
 constexpr GradientKernels kGradients[] = {
-    {CandidateId::kRows, launch_rows_input_gradient, launch_rows_weight_gradient, rows_weight_gradient_workspace},
-    {CandidateId::kDepthwise, launch_depthwise_input_gradient, launch_depthwise_weight_gradient,
-     depthwise_weight_gradient_workspace},
-    {CandidateId::kHeads, launch_heads_input_gradient, launch_heads_weight_gradient, heads_weight_gradient_workspace},
-    {CandidateId::kDirect, launch_direct_input_gradient, launch_direct_weight_gradient,
+    {CandidateId::kRows, launch_without<launch_rows_input_gradient>, nullptr, launch_rows_weight_gradient,
+     rows_weight_gradient_workspace},
+    {CandidateId::kDepthwise, launch_without<launch_depthwise_input_gradient>, nullptr,
+     launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace},
+    {CandidateId::kDepthwiseGradients, launch_without<launch_depthwise_input_gradient>, nullptr,
+     launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace, launch_depthwise_gradients,
+     depthwise_gradients_workspace},
+    {CandidateId::kHeads, launch_without<launch_heads_input_gradient>, nullptr, launch_heads_weight_gradient,
+     heads_weight_gradient_workspace},
+    {CandidateId::kDirect, launch_without<launch_direct_input_gradient>, nullptr, launch_direct_weight_gradient,
      direct_weight_gradient_workspace},
+    {CandidateId::kDense, launch_dense_input_gradient, dense_input_gradient_workspace, launch_dense_weight_gradient,
+     dense_weight_gradient_workspace},
 };
 
 // Those of a candidate; null: ATen's.
@@ -234,13 +258,19 @@ class Backward {
   Backward(const char* name, const Scope& scope, const Call& call, const Tensor& grad_output)
       : name_(name), scope_(scope), call_(call), grad_output_(grad_output) {}
 
-  // By our kernels: the input's, or those of weight and bias.
   Gradients make(const GradientKernels& kernels, int64_t bits) {
     if (!dense_) {
       const Tensor batched = call_.batched ? grad_output_ : torch::stable::unsqueeze(grad_output_, 0);
       dense_ = to_layout(batched, call_.problem.layout);
     }
-    return bits & kInputBit ? make_input(kernels) : make_weight(kernels, bits);
+    Gradient input = bits & kInputBit ? Gradient::of_input(call_) : Gradient::none(call_.input);
+    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_.weight) : Gradient::none(call_.input);
+    const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
+    if (!kernels.all || !launch_all(kernels, input, weight, bias)) {
+      if (bits & kInputBit) launch_input(kernels, input);
+      if (bits & kWeightBit) launch_weight(kernels, weight, bias);
+    }
+    return {input.finish(), weight.finish(), bias};
   }
 
   Gradients make_by_aten(const Tensor& input, int64_t bits) const {
@@ -252,22 +282,32 @@ class Backward {
   }
 
  private:
-  Gradients make_input(const GradientKernels& kernels) const {
-    Gradient gradient = Gradient::of_input(call_);
-    check(kernels.input(call_.problem, dense_->const_data_ptr(), contiguous_weight(call_).const_data_ptr(),
-                        gradient.data(), scope_.stream()),
-          name_);
-    return {gradient.finish(), empty(call_.input, 0), empty(call_.input, 0)};
+  static void* data(const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; }
+
+  // Whether it could.
+  bool launch_all(const GradientKernels& kernels, const Gradient& input, const Gradient& weight,
+                  const Tensor& bias) const {
+    const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem));
+    const cudaError_t error = kernels.all(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(),
+                                          contiguous_weight(call_).const_data_ptr(), input.data(), weight.data(),
+                                          data(bias), sums.mutable_data_ptr(), scope_.stream());
+    if (error != cudaErrorNotSupported) check(error, name_);
+    return error == cudaSuccess;
   }
 
-  Gradients make_weight(const GradientKernels& kernels, int64_t bits) const {
-    Gradient gradient = Gradient::of_weight(call_.weight);
-    const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
+  void launch_input(const GradientKernels& kernels, const Gradient& gradient) const {
+    std::optional<Tensor> packed;
+    if (kernels.input_workspace) packed = workspace(call_.input, kernels.input_workspace(call_.problem));
+    check(kernels.input(call_.problem, dense_->const_data_ptr(), contiguous_weight(call_).const_data_ptr(),
+                        gradient.data(), packed ? packed->mutable_data_ptr() : nullptr, scope_.stream()),
+          name_);
+  }
+
+  void launch_weight(const GradientKernels& kernels, const Gradient& gradient, const Tensor& bias) const {
     const Tensor sums = workspace(call_.input, kernels.weight_workspace(call_.problem));
     check(kernels.weight(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(), gradient.data(),
-                         bits & kBiasBit ? bias.mutable_data_ptr() : nullptr, sums.mutable_data_ptr(), scope_.stream()),
+                         data(bias), sums.mutable_data_ptr(), scope_.stream()),
           name_);
-    return {empty(call_.input, 0), gradient.finish(), bias};
   }
 
   const char* name_;
@@ -307,8 +347,12 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   const int64_t of_input = missing & kInputBit, of_weight = mask[1] ? missing & ~kInputBit : 0;
   const GradientKernels* const by_input = planned(Operation::kInputGradient, of_input);
   const GradientKernels* const by_weight = planned(Operation::kWeightGradient, of_weight);
-  if (by_input) take(by_input, of_input);
-  if (by_weight) take(by_weight, of_weight);
+  if (by_input && by_input == by_weight && by_input->all) {
+    take(by_input, of_input | of_weight);
+  } else {
+    if (by_input) take(by_input, of_input);
+    if (by_weight) take(by_weight, of_weight);
+  }
   if (missing != 0) take(nullptr, missing);
   return {gradients[0], gradients[1], gradients[2]};
 }

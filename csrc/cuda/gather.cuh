@@ -39,8 +39,8 @@ class GatherKernel {
   int position;  // first of the thread's positions; the others follow 32 apart
   bool active;   // some output of the thread, or of its neighbours, may exist
   Acc acc[kPhases][kChannels][kPositions];
-  // Long sums: a sum of some kGatherRun products goes here before the next one begins, which keeps the rounding of
-  // equal products from adding up.
+  // Long sums: a sum of some kGatherRun products goes here, and the next one begins with what rounding lost (Kahan's
+  // compensated sum), so that the rounding of equal products does not add up.
   Acc total[Traits::kLong ? kPhases : 1][kChannels][kPositions];
   int run_length = 0;
 
@@ -153,7 +153,10 @@ class GatherKernel {
       if constexpr (Traits::kLong) {
         run_length += count;
         if (run_length < kGatherRun) continue;
-        add_up([](Acc& sum, Acc& a) { sum += a, a = Acc{0}; });
+        add_up([](Acc& sum, Acc& a) {
+          const Acc next = sum + a, lost = a - (next - sum);
+          sum = next, a = isfinite(next) ? lost : Acc{0};
+        });
         run_length = 0;
       }
     }

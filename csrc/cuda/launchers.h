@@ -59,6 +59,12 @@ int64_t flat_gemm_workspace(const Problem& problem);
 cudaError_t launch_flat_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, void* workspace, cudaStream_t stream);
 
+// The same in 16 bits, inputs and weights by bulk tensor copies (core/phase_tma.h); compute capability 9.0. The
+// workspace is device memory, aligned to 256 bytes; its size depends on the alignment of the input.
+int64_t phase_tma_workspace(const Problem& problem, const void* input);
+cudaError_t launch_phase_tma(const Problem& problem, const void* input, const void* weight, const void* bias,
+                             void* output, void* workspace, cudaStream_t stream);
+
 // The same for few channels and short kernels on matrix units, float32 by three products: long rows, contiguous
 // (core/long_rows.h); rows of whole pixels, channels_last (core/pixel_rows.h).
 cudaError_t launch_long_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -88,6 +94,13 @@ int64_t depthwise_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_depthwise_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                              void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
+// All of these in one pass (core/depthwise_gradients.h); any of the three gradients may be null. Compute
+// capability 9.0. cudaErrorNotSupported, before anything is launched, also where tensors are not aligned to 16 bytes.
+int64_t depthwise_gradients_workspace(const Problem& problem);
+cudaError_t launch_depthwise_gradients(const Problem& problem, const void* grad_output, const void* input,
+                                       const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                       void* workspace, cudaStream_t stream);
+
 // The same for few output channels a group (core/heads_gradient.h).
 cudaError_t launch_heads_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                         void* grad_input, cudaStream_t stream);
@@ -102,6 +115,15 @@ cudaError_t launch_direct_input_gradient(const Problem& problem, const void* gra
 int64_t direct_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_direct_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                           void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
+// The same for any number of channels on matrix units (core/dense_gradient.h); grad_bias may be null. Compute
+// capability 9.0, for its shared memory. The workspaces are aligned to 16 bytes.
+int64_t dense_input_gradient_workspace(const Problem& problem);
+cudaError_t launch_dense_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                        void* grad_input, void* workspace, cudaStream_t stream);
+int64_t dense_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or

@@ -1,0 +1,61 @@
+#include "dense_input_gradient.cuh"
+
+#include <algorithm>
+
+#include "dispatch.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+int64_t count_entries(const Problem& problem, const DenseGradientTile& t) {
+  return problem.groups * t.in_blocks * t.chunks * t.steps * (t.in_channels() / 8) * 32;
+}
+
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
+cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, cudaStream_t stream) {
+  const auto kernel = dense_input_gradient_kernel<T, kPrecision, kRows, kColumns>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(dense_gradient_budget(sizeof(T))));
+  if (error != cudaSuccess) return error;
+  const int64_t blocks = std::min<int64_t>(p.tiles, dense_processors() * dense_gradient_blocks(sizeof(T)));
+  kernel<<<static_cast<unsigned>(blocks), kDenseThreads<T>, t.shared_bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int64_t dense_input_gradient_workspace(const Problem& problem) {
+  DenseGradientTile tile{};
+  if (!dense_gradient_refusal(problem, false, tile).empty()) return 0;
+  return count_entries(problem, tile) * (dense_gradient_split(problem) ? 16 : 8);
+}
+
+cudaError_t launch_dense_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                        void* grad_input, void* workspace, cudaStream_t stream) {
+  DenseGradientTile tile{};
+  if (!dense_gradient_refusal(problem, false, tile).empty()) return cudaErrorNotSupported;
+  DenseParams p = dense_params(problem, tile, grad_output, nullptr);
+  p.weight = weight;
+  p.output = grad_input;
+  p.workspace = workspace;
+  p.tiles = static_cast<int>(dense_gradient_boxes(problem, tile) * problem.groups * tile.in_blocks);
+  if (tile.totals) {
+    p.run = static_cast<int>(std::max<int64_t>(1, kDenseGradientRun * tile.warps_k / tile.steps));
+  }
+  return dispatch_precision<DensePrecision>(problem, [&](auto tag, auto precision) {
+    using T = typename decltype(tag)::type;
+    constexpr DensePrecision kPrecision = decltype(precision)::value;
+    const int64_t entries = count_entries(problem, tile);
+    dense_weights_kernel<T, kPrecision><<<static_cast<unsigned>(ceil_div(entries, 256)), 256, 0, stream>>>(
+        p, static_cast<int>(tile.in_channels()), entries);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    if (tile.n_tiles == 1) return launch_product<T, kPrecision, 4, 1>(p, tile, stream);
+    if constexpr (kPrecision != DensePrecision::kFloat32) {
+      if (tile.m_tiles == 4) return launch_product<T, kPrecision, 4, 4>(p, tile, stream);
+    }
+    return launch_product<T, kPrecision, 2, 4>(p, tile, stream);
+  });
+}
+
+}  // namespace fastconvt::cuda
