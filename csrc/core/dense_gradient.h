@@ -43,12 +43,14 @@ inline void dense_input_gradient_finish(const Problem& p, DenseGradientTile& t) 
 }
 
 // Clocks of a block for a tile, about.
-inline double dense_input_gradient_cycles(const Problem& p, const DenseGradientTile& t) {
+inline double dense_input_gradient_cycles(const Problem& p, DenseGradientTile& t) {
   const double chunks = double(t.chunks);
   const bool vector = p.layout == Layout::kChannelsLast || t.runs;
   const double copies = dense_gradient_copies(p, t.places(), t.chunk_planes, vector) +
                         (t.resident ? 0 : double(t.weight_bytes) / kDenseWeights);
   const double product = double(t.steps) / double(t.warps_k) * dense_gradient_step(p, t, false);
+  // More warps that copy leave fewer registers to those that multiply.
+  t.producers = p.element_size() == 4 && (p.allow_tf32 || copies > product) ? 8 : 4;
   return chunks * dense_gradient_stage(t, copies, product) + kDenseTile;
 }
 
@@ -116,8 +118,8 @@ inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
 
 // ---- The weight's gradient.
 
-inline int64_t dense_weight_units(const Problem& p,
-                                  const DenseGradientTile& t) {  // of granules, that a block sums
+// Granules that a block sums.
+inline int64_t dense_weight_units(const Problem& p, const DenseGradientTile& t) {
   return t.warps_m * t.m_tiles * 16 / dense_granule(p);
 }
 inline int64_t dense_weight_kinds(const Problem& p, const DenseGradientTile& t) {
@@ -132,7 +134,11 @@ inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t)
       kDenseGradientBarriers +
       round_up(8 * (t.axis[2].places() + t.lines() + t.positions) + 4 * dense_weight_units(p, t), int64_t{16}) +
       (t.totals ? dense_gradient_total_bytes(t) : 0);
-  t.stage_bytes = 16 * (t.chunk_planes * t.pitch + t.in_channels() / dense_granule(p) * t.input_pitch);
+  const int64_t unit = dense_granule(p);
+  t.input_rows = p.layout == Layout::kContiguous && p.axis[2].in % unit == 0 && t.axis[2].box % unit == 0;
+  t.stage_bytes =
+      16 * (t.chunk_planes * t.pitch + std::max(t.in_channels() / unit * t.input_pitch,
+                                                t.input_rows ? t.in_channels() * dense_gradient_row(p, t) : 0));
   t.stages =
       std::min((dense_gradient_budget(p.element_size()) - t.table_bytes) / t.stage_bytes, kDenseGradientMaxStages);
   if (t.stages < 2) t.stages = 0;
@@ -143,16 +149,19 @@ inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t)
 // Clocks of a block for a box, about.
 inline double dense_weight_gradient_cycles(const Problem& p, const DenseGradientTile& t) {
   const bool vector = p.layout == Layout::kChannelsLast;
-  const double copies = dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
-                        dense_gradient_copies(p, t.positions, t.in_channels() / dense_granule(p), vector);
+  const double copies =
+      dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
+      dense_gradient_copies(p, t.positions, t.in_channels() / dense_granule(p), vector || t.input_rows);
   const double steps = double(t.positions) / double(2 * dense_granule(p) * t.warps_k);
   return dense_gradient_stage(t, copies, steps * dense_gradient_step(p, t, true));
 }
 
-// Parts of the sum over boxes, each made by its own blocks.
+// Parts of the sum over boxes, each made by its own blocks. Parts of float32 sums are short: they are added in float64.
 inline int64_t dense_weight_splits(const Problem& p, const DenseGradientTile& t) {
-  return std::max<int64_t>(1, std::min(dense_gradient_boxes(p, t),
-                                       132 * dense_gradient_blocks(p.element_size()) / dense_weight_kinds(p, t)));
+  constexpr int64_t kLongest = 20 << 10;  // positions
+  const int64_t boxes = dense_gradient_boxes(p, t), least = ceil_div(boxes * t.positions, kLongest);
+  const int64_t resident = 132 * dense_gradient_blocks(p.element_size()) / dense_weight_kinds(p, t);
+  return std::max<int64_t>(1, std::min(boxes, std::max(resident, dense_gradient_split(p) ? least : 1)));
 }
 // Sums of a block.
 inline int64_t dense_weight_sums(const DenseGradientTile& t) {
@@ -169,41 +178,38 @@ inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
   const bool runs = dense_gradient_runs(p);
   const int64_t planes = runs ? p.out_channels_per_group() : ceil_div(p.out_channels_per_group(), unit);
   double least = 0;
-  {
-    for (const DenseGradientShape& shape : kShapes) {
-      if (!shape.fits(p, true)) continue;
-      DenseGradientTile t{};
-      t.runs = runs, t.planes = planes, t.warps_m = shape.warps_m, t.warps_n = shape.warps_n, t.warps_k = shape.warps_k;
-      t.m_tiles = shape.m_tiles, t.n_tiles = shape.n_tiles;
-      t.in_blocks = ceil_div(in, t.in_channels());
-      // As many taps as a block can sum, of whole rows and planes if possible; then as many planes.
-      const int64_t units = dense_weight_units(p, t);
-      int64_t left = units;
-      for (int a = 2; a >= 0; --a) {
-        dense_gradient_taps(p, a, runs, 1, t.axis[a]);
-        const int64_t all = t.axis[a].all_taps;
-        const int64_t taps = ceil_div(all, ceil_div(all, std::max<int64_t>(1, std::min(left, all))));
-        dense_gradient_taps(p, a, runs, taps, t.axis[a]);
-        left /= taps;
-      }
-      t.chunks = ceil_div(planes, std::max<int64_t>(1, units / t.taps()));
-      t.chunk_planes = ceil_div(planes, t.chunks);
-      for (const int64_t positions : {256, 128, 64}) {
-        t.positions = positions;
-        if (t.warps_k * (p.element_size() == 2 ? 16 : 8) > positions) continue;
-        dense_gradient_for_boxes(p, t, [&](DenseGradientTile& x) {
-          dense_weight_gradient_finish(p, x);
-          if (x.stages == 0) return;
-          const int64_t splits = dense_weight_splits(p, x), kinds = dense_weight_kinds(p, x);
-          const double rounds =
-              double(ceil_div(splits * kinds, int64_t{132} * dense_gradient_blocks(p.element_size())));
-          const double boxes = double(ceil_div(dense_gradient_boxes(p, x), splits));
-          const double sums = double(splits * kinds * dense_weight_sums(x)) * 4 / 1000;  // bytes a cycle
-          x.cycles = dense_weight_gradient_cycles(p, x);
-          const double cost = rounds * boxes * x.cycles + sums;
-          if (best.stages == 0 || cost < least) best = x, least = cost;
-        });
-      }
+  for (const DenseGradientShape& shape : kShapes) {
+    if (!shape.fits(p, true)) continue;
+    DenseGradientTile t{};
+    t.runs = runs, t.planes = planes, t.warps_m = shape.warps_m, t.warps_n = shape.warps_n, t.warps_k = shape.warps_k;
+    t.m_tiles = shape.m_tiles, t.n_tiles = shape.n_tiles;
+    t.in_blocks = ceil_div(in, t.in_channels());
+    // As many taps as a block can sum, of whole rows and planes if possible; then as many planes.
+    const int64_t units = dense_weight_units(p, t);
+    int64_t left = units;
+    for (int a = 2; a >= 0; --a) {
+      dense_gradient_taps(p, a, runs, 1, t.axis[a]);
+      const int64_t all = t.axis[a].all_taps;
+      const int64_t taps = ceil_div(all, ceil_div(all, std::max<int64_t>(1, std::min(left, all))));
+      dense_gradient_taps(p, a, runs, taps, t.axis[a]);
+      left /= taps;
+    }
+    t.chunks = ceil_div(planes, std::max<int64_t>(1, units / t.taps()));
+    t.chunk_planes = ceil_div(planes, t.chunks);
+    for (const int64_t positions : {256, 128, 64}) {
+      t.positions = positions;
+      if (t.warps_k * (p.element_size() == 2 ? 16 : 8) > positions) continue;
+      dense_gradient_for_boxes(p, t, [&](DenseGradientTile& x) {
+        dense_weight_gradient_finish(p, x);
+        if (x.stages == 0) return;
+        const int64_t splits = dense_weight_splits(p, x), kinds = dense_weight_kinds(p, x);
+        const double rounds = double(ceil_div(splits * kinds, int64_t{132} * dense_gradient_blocks(p.element_size())));
+        const double boxes = double(ceil_div(dense_gradient_boxes(p, x), splits));
+        const double sums = double(splits * kinds * dense_weight_sums(x)) * 4 / 1000;  // bytes a cycle
+        x.cycles = dense_weight_gradient_cycles(p, x);
+        const double cost = rounds * boxes * x.cycles + sums;
+        if (best.stages == 0 || cost < least) best = x, least = cost;
+      });
     }
   }
   best.cycles = least;
@@ -211,6 +217,35 @@ inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
 }
 
 // ---- Both.
+
+inline bool dense_gradient_same(const Problem& a, const Problem& b) {
+  bool same = a.dtype == b.dtype && a.layout == b.layout && a.batch == b.batch && a.in_channels == b.in_channels &&
+              a.out_channels == b.out_channels && a.groups == b.groups && a.allow_tf32 == b.allow_tf32;
+  for (int i = 0; i < 3; ++i) {
+    const Axis &x = a.axis[i], &y = b.axis[i];
+    same = same && x.in == y.in && x.kernel == y.kernel && x.stride == y.stride && x.padding == y.padding &&
+           x.output_padding == y.output_padding && x.dilation == y.dilation;
+  }
+  return same;
+}
+
+// NOTE: A plan and its launch ask for the same tile four times, and it takes microseconds to find: a thread keeps the
+// last one. It depends on the problem alone.
+inline const DenseGradientTile& dense_gradient_tile(const Problem& p, bool of_weight) {
+  struct Last {
+    bool any = false;
+    Problem problem;
+    DenseGradientTile tile;
+  };
+  static thread_local Last lasts[2];
+  Last& last = lasts[of_weight];
+  if (!last.any || !dense_gradient_same(last.problem, p)) {
+    last.tile = of_weight ? dense_weight_gradient_tile(p) : dense_input_gradient_tile(p);
+    last.problem = p;
+    last.any = true;
+  }
+  return last.tile;
+}
 
 inline std::string dense_gradient_refusal(const Problem& p, bool of_weight, DenseGradientTile& t) {
   constexpr int64_t kMaxAttribute = 4096, kMaxSize = int64_t{1} << 30;
@@ -234,7 +269,7 @@ inline std::string dense_gradient_refusal(const Problem& p, bool of_weight, Dens
   }
   if (double(p.weight_elements()) >= double(1 << 25)) return "a weight of 2^25 or more elements";
   if (p.axis[0].kernel * p.axis[1].kernel * p.axis[2].kernel > 4096) return "a kernel of more than 4096 elements";
-  t = of_weight ? dense_weight_gradient_tile(p) : dense_input_gradient_tile(p);
+  t = dense_gradient_tile(p, of_weight);
   if (t.stages == 0) return "a kernel that does not fit shared memory";
   if (double(p.batch) * double(t.axis[0].tiles * t.axis[1].tiles) * double(t.axis[2].tiles) * double(p.groups) *
           double(t.in_blocks) >=
@@ -257,12 +292,17 @@ inline std::string dense_weight_gradient_refusal(const Problem& p) {
 // Milliseconds on an H200.
 inline double dense_input_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  return 0.010 + dense_input_gradient_tile(p).cycles / kDenseClocksMs;
+  const DenseGradientTile& t = dense_gradient_tile(p, false);
+  const bool faster = dense_gradient_split(p) && t.producers == 8 && !t.runs;  // than fitted, with half as many
+  const double layout = p.layout == Layout::kChannelsLast ? 0.008 : 0;
+  return 0.010 + layout + (faster ? 0.75 : 1) * t.cycles / kDenseClocksMs;
 }
 inline double dense_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  const double bias = p.has_bias ? 0.006 + double(p.element_size() * p.out_elements()) / 3e9 : 0;
-  return 0.012 + bias + dense_weight_gradient_tile(p).cycles / kDenseClocksMs;
+  const double bias_rate = p.layout == Layout::kChannelsLast ? 0.5e9 : 3e9;  // bytes a millisecond
+  const double bias = p.has_bias ? 0.012 + double(p.element_size() * p.out_elements()) / bias_rate : 0;
+  const double few = p.in_channels_per_group() < 8 ? 2 : 1;  // what the family is not made for
+  return 0.012 + bias + few * dense_gradient_tile(p, true).cycles / kDenseClocksMs;
 }
 
 }  // namespace fastconvt

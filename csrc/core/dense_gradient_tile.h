@@ -17,7 +17,6 @@ namespace fastconvt {
 // Warps of a block that multiply, and blocks of a multiprocessor: operands of float32 products want registers.
 constexpr int dense_gradient_consumers(int64_t element_size) { return element_size == 2 ? 4 : 8; }
 constexpr int dense_gradient_blocks(int64_t element_size) { return element_size == 2 ? 2 : 1; }
-inline constexpr int kDenseGradientProducers = 4;  // warps that copy
 inline constexpr int64_t kDenseGradientShared = 227 * 1024;
 inline constexpr int kDenseGradientLoads = 32;  // of a thread that are on their way at a time
 inline constexpr int64_t kDenseGradientMaxStages = 4;
@@ -52,11 +51,13 @@ struct DenseGradientTile {
   int64_t chunks = 1;
   int64_t pitch = 0;         // granules from plane to plane
   int64_t input_pitch = 0;   // the weight's gradient: of granules of input channels
+  bool input_rows = false;   // the same: inputs are staged as they lie in memory, if they are aligned
   int64_t steps = 1;         // the input's gradient: of 16 (32 bits: 8) products each, of a chunk
   bool totals = false;       // sums go on in shared memory
   bool resident = false;     // the input's gradient: all weights stay in shared memory
   int64_t weight_bytes = 0;  // of a chunk
   int64_t table_bytes = 0, stage_bytes = 0, shared_bytes = 0;
+  int producers = 4;                                             // warps of a block that copy
   int64_t stages = 0;                                            // 0: there is no tile
   double cycles = 0;                                             // of a block for a tile; at last, of the kernel
   int64_t in_channels() const { return warps_n * n_tiles * 8; }  // of a block
@@ -90,6 +91,11 @@ inline bool dense_gradient_runs(const Problem& p) {
 
 // Granules of a plane such that four positions of two planes lie in banks of their own.
 inline int64_t dense_gradient_pitch(int64_t granules) { return round_up(granules - 4, int64_t{8}) + 4; }
+
+// Granules from row to row of staged inputs such that eight rows lie in banks of their own.
+inline int64_t dense_gradient_row(const Problem& p, const DenseGradientTile& t) {
+  return t.positions / dense_granule(p) | 1;
+}
 
 inline int64_t dense_gradient_boxes(const Problem& p, const DenseGradientTile& t) {
   return p.batch * t.axis[0].tiles * t.axis[1].tiles * t.axis[2].tiles;
@@ -130,7 +136,7 @@ void dense_gradient_for_boxes(const Problem& p, DenseGradientTile t, Function&& 
 // as few as possible.
 inline int64_t dense_gradient_rounds(const Problem& p, int64_t places, int64_t planes, int64_t items) {
   const int64_t most = kDenseGradientLoads / dense_granule(p);
-  return ceil_div(places, 32 * kDenseGradientProducers * items) * ceil_div(planes, most / items);
+  return ceil_div(places, 128 * items) * ceil_div(planes, most / items);
 }
 inline int64_t dense_gradient_items(const Problem& p, int64_t places, int64_t planes) {
   int64_t best = kDenseGradientLoads / dense_granule(p);  // of a plane
@@ -162,7 +168,7 @@ inline constexpr double kDenseClocksMs = 1.65e6;
 // Of copies to a stage.
 inline double dense_gradient_copies(const Problem& p, int64_t places, int64_t planes, bool vector) {
   if (vector || p.element_size() == 4) {
-    const double rounds = double(ceil_div(places, int64_t{32 * kDenseGradientProducers}));
+    const double rounds = double(ceil_div(places, int64_t{128}));
     return rounds * (kDensePlace + double(planes) * (vector ? kDenseVectors : kDenseWords));
   }
   return kDenseRound * double(dense_gradient_rounds(p, places, planes));

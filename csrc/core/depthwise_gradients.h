@@ -24,16 +24,36 @@ struct DepthwiseGradientsShape {
 inline constexpr DepthwiseGradientsShape kDepthwiseGradientsShapes[] = {
     {4, 2, 2, 1, 2, 2, 1, true, 256, 2},  {4, 2, 2, 2, 2, 2, 2, true, 128, 3},  {8, 4, 2, 1, 2, 2, 2, true, 128, 3},
     {16, 8, 2, 1, 2, 1, 8, true, 128, 3}, {2, 2, 4, 1, 1, 2, 1, true, 256, 2},  {3, 1, 4, 1, 3, 1, 1, true, 256, 2},
-    {4, 2, 1, 1, 1, 1, 1, false, 256, 2}, {6, 3, 1, 1, 1, 1, 1, false, 256, 2}, {8, 4, 1, 1, 1, 1, 1, false, 256, 2},
+    {4, 2, 1, 1, 1, 1, 1, false, 128, 4}, {6, 3, 1, 1, 1, 1, 1, false, 128, 4}, {8, 4, 1, 1, 1, 1, 1, false, 128, 4},
 };
 
-// Index of the shape that serves the problem, a depthwise_gradient_view(), if its tensors are `aligned`; -1 if none.
+// Likewise in channels_last, where the last axis may also be one that stays as it is: that of a 1D problem.
+inline constexpr DepthwiseGradientsShape kDepthwiseGradientsChannels[] = {
+    {4, 2, 2, 1, 2, 2, 1, true, 256, 2},
+    {4, 2, 2, 2, 2, 2, 2, true, 128, 3},
+    {1, 1, 1, 1, 2, 4, 1, true, 256, 2},
+};
+
+// Axes of one element first, and last in channels_last: the height is what threads march along.
+inline Problem depthwise_gradients_view(const Problem& original) {
+  Problem problem = depthwise_gradient_view(original);
+  if (problem.layout == Layout::kChannelsLast && problem.axis[1].is_trivial()) {
+    std::swap(problem.axis[1], problem.axis[2]);
+  }
+  return problem;
+}
+
+// Index of the shape that serves the problem, a depthwise_gradients_view(), if its tensors are `aligned`; -1 if none.
 inline int depthwise_gradients_shape(const Problem& problem, bool aligned) {
+  const bool channels_last = problem.layout == Layout::kChannelsLast;
   const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
   const int64_t vector = 16 / problem.element_size();
-  aligned = aligned && width.in % vector == 0 && width.out() == width.in * width.stride;
-  for (int i = 0; i < static_cast<int>(std::size(kDepthwiseGradientsShapes)); ++i) {
-    const DepthwiseGradientsShape& s = kDepthwiseGradientsShapes[i];
+  aligned = aligned && (channels_last ? problem.in_channels : width.in) % vector == 0;
+  aligned = aligned && width.out() == width.in * width.stride;
+  const DepthwiseGradientsShape* const list = channels_last ? kDepthwiseGradientsChannels : kDepthwiseGradientsShapes;
+  const size_t count = channels_last ? std::size(kDepthwiseGradientsChannels) : std::size(kDepthwiseGradientsShapes);
+  for (int i = 0; i < static_cast<int>(count); ++i) {
+    const DepthwiseGradientsShape& s = list[i];
     if (width.stride != s.stride || width.kernel > s.kernel) continue;
     if (depthwise_reach(depth) > s.depth || depthwise_reach(height) > s.height) continue;
     if (depth.stride * ceil_div<int64_t>(height.stride, s.phases) > s.classes) continue;
@@ -45,23 +65,25 @@ inline int depthwise_gradients_shape(const Problem& problem, bool aligned) {
 }
 
 inline std::string depthwise_gradients_refusal(const Problem& original) {
-  const Problem problem = depthwise_gradient_view(original);
-  const std::string refusal = depthwise_gradient_refusal(problem);
+  const Problem problem = depthwise_gradients_view(original);
+  // The kernels that take over where tensors are not aligned.
+  std::string refusal = depthwise_input_gradient_refusal(original);
+  if (refusal.empty()) refusal = depthwise_weight_gradient_refusal(original);
   if (!refusal.empty()) return refusal;
-  if (problem.layout == Layout::kChannelsLast) return "channels_last";
   if (problem.out_channels != problem.groups) return "several output channels a group";
   if (problem.axis[2].dilation != 1) return "a dilation along the last axis";
   for (const Axis& axis : problem.axis) {
     if (axis.output_padding > axis.padding) return "an output padding that is more than the padding";
   }
-  if (depthwise_gradients_shape(problem, true) < 0) return "a kernel, stride or padding that is not listed";
+  if (depthwise_gradients_shape(problem, true) < 0)
+    return "a kernel, stride or padding that is not listed, or rows of no multiple of 16 bytes";
   return "";
 }
 
 // Milliseconds on an H200, roughly: memory, or instructions by output and product.
 inline double depthwise_gradients_cost_ms(const Problem& problem) {
   const double bytes = problem.bytes() + double(problem.in_elements()) * double(problem.element_size());
-  const double instructions = double(problem.out_elements()) * 7e-10 + problem.macs() * 1.5e-10;
+  const double instructions = double(problem.out_elements()) * 5e-10 + problem.macs() * 1.6e-10;
   return 0.012 + std::max(bytes / 3.7e9, instructions);
 }
 

@@ -162,7 +162,7 @@ inline double direct_cost_ms(const Problem& original) {
                                                     : 1.9e9;
     return 0.005 + problem.bytes() / bytes_per_ms;
   }
-  const double rate = marches ? (channels_last ? 4.8e9 : 8e9) : channels_last ? 5e9 : 3.2e9;
+  const double rate = marches ? (channels_last ? 4.8e9 : 8e9) : channels_last ? (window.only ? 3.6e9 : 5e9) : 3.2e9;
   return 0.005 + std::max(problem.bytes() / (channels_last ? 2.6e9 : 3.5e9), products / rate);
 }
 

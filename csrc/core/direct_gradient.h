@@ -18,6 +18,7 @@ inline constexpr int kDirectGradientThreads = 128;  // of a block
 inline constexpr int64_t kDirectGradientMaxPairs = 512;
 // Products that float32 adds one by one: more would lose accuracy on data that are all alike.
 inline constexpr int64_t kDirectGradientChain = 32;
+
 inline int64_t direct_gradient_pairs(const Problem& p) { return p.out_channels_per_group() * p.kernel_positions(); }
 
 // The input's gradient: channels and positions of a thread, such chunks of channels of a group, and units of positions

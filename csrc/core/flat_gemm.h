@@ -24,10 +24,12 @@ inline constexpr int kFlatGemmChannels = 16;  // input channels of a stage
 inline constexpr int kFlatGemmTapBytes = kFlatGemmRows * kFlatGemmChannels * 4;
 inline constexpr int kFlatGemmMaxTaps = 128;  // of the kernel, and stages of a chunk
 inline constexpr int kFlatGemmMaxClasses = 64;
+inline constexpr int kFlatGemmMaxBlocks = 144;             // that share items
 inline constexpr int kFlatGemmMaxStages = 6;               // in flight
 inline constexpr int kFlatGemmMaxStaged = 1024;            // positions
 inline constexpr int kFlatGemmRunBytes = 8 * 16 * 72 * 4;  // of eight warps, 16 channels by 64 outputs
 // Float32 sums of equal terms lose some 2^-27 each time that products are added to them, beyond 2^-22.
+inline constexpr int kFlatGemmChain = 4;  // taps of a chunk that the matrix unit adds, in long chains; else two
 inline constexpr int kFlatGemmMaxSums = 96;
 inline constexpr int kFlatGemmShared = 225 * 1024;
 
@@ -83,6 +85,7 @@ inline FlatGemmAxis flat_gemm_axis(const Axis& axis, int units) {
 // How a problem is divided.
 struct FlatGemmTile {
   bool pairs;      // the two units of an item are phases; else they are cells
+  bool unaligned;  // runs of outputs are not multiples of 16 bytes
   bool runs;       // outputs are stored through shared memory
   int inner;       // bit a: axis a is an inner one
   int pitch[3];    // positions of a line along each axis
@@ -92,6 +95,10 @@ struct FlatGemmTile {
   int stage_taps;  // at most
   int stages;      // in flight
   int classes, channel_blocks;
+  bool chains;  // float32 products are added in longer chains
+  bool even;    // all items take the same time
+  bool split;   // blocks share items, by stages and chunks
+  int units;    // of those, of an item
   int64_t positions, tiles, items;
   int input_bytes, stage_bytes, table_at, runs_at, places_at, barriers_at, shared_bytes;
   double cost_ms;
@@ -114,27 +121,38 @@ inline bool place_flat_gemm_tile(FlatGemmTile& t, bool three) {
   return true;
 }
 
-// Clocks of an H200 at 1.75 GHz, fitted: of a tap's products of one unit; of loading a position and of a tap's weights;
-// of a stage and chunk at least, and of a stage; how much of the shorter of products and loads adds to the longer; of
-// an item, and of storing it (aligned pairs, others at stride 2, at more, cells alone, channels-last); of an item
-// without taps (contiguous, channels-last); of a last round of few items, against a full one.
+// Clocks of an H200 at 1.75 GHz, fitted.
 struct FlatGemmCost {
-  double product, position, weights, least, stage, overlap, item, store[5], constants[2], tail;
+  double product;            // of a tap of a chunk, for one unit
+  double position, weights;  // loading a position, and the weights of a tap
+  double least, stage;       // of a stage and chunk, and of a stage
+  double overlap;            // how much of the shorter of products and loads adds to the longer
+  double item;
+  double store[7];  // aligned pairs, runs at stride 2, at more, cells alone, channels-last, unaligned pairs, at more
+  double constants[2];  // an item without taps: contiguous, channels-last
+  double tail;          // a last round of few items, against a full one
+  double split;         // where blocks share items
 };
-#ifndef FLAT_GEMM_FIT
 inline constexpr FlatGemmCost kFlatGemmCost[2] = {
-    {246, 4.53, 91, 900, 159, 0.49, 3240, {9200, 9200, 23700, 16300, 7550}, {20700, 10300}, 0.84},
-    {627, 9.04, 224, 1500, 100, 0.55, 1690, {9060, 8600, 29600, 13300, 8900}, {23000, 6500}, 0.6}};  // TF32, float32
-#endif
+    // TF32, float32
+    {246, 4.5, 58, 900, 1340, 0.46, 2470, {8500, 10400, 22000, 15300, 7200, 15800, 50000}, {20000, 9700}, 0.66, 16500},
+    {590, 9.3, 204, 1500, 100, 0.55, 4310, {8300, 6500, 22300, 12100, 6900, 23300, 42300}, {21600, 6900}, 0.4, 9300},
+};
 
 // Milliseconds of the products on an H200.
-inline double flat_gemm_products_ms(const Problem& problem, const FlatGemmAxis (&axis)[3], const FlatGemmTile& t) {
+inline double flat_gemm_products_ms(const Problem& problem, const FlatGemmAxis (&axis)[3], FlatGemmTile& t) {
   const FlatGemmCost& cost = kFlatGemmCost[problem.allow_tf32 ? 0 : 1];
   const bool channels_last = problem.layout == Layout::kChannelsLast;
-  const int store = channels_last ? 4 : !t.pairs ? 3 : !t.runs ? 0 : problem.axis[2].stride == 2 ? 1 : 2;
+  const int store = channels_last                 ? 4
+                    : !t.pairs                    ? 3
+                    : !t.unaligned                ? 0
+                    : !t.runs                     ? problem.axis[2].stride == 2 ? 5 : 6
+                    : problem.axis[2].stride == 2 ? 1
+                                                  : 2;
   // Of an item's channels those that exist are stored.
-  const double stored = double(problem.out_channels_per_group()) / (t.channel_blocks * kFlatGemmRows);
-  double sum = 0, longest = 0;
+  double stored = double(problem.out_channels_per_group()) / (t.channel_blocks * kFlatGemmRows);
+  if (channels_last) stored = std::max(stored, 0.6);
+  double sum = 0, longest = 0, shortest = 1e30, most_shifts = 0, least_shifts = 1e30;
   for (int c0 = 0; c0 < axis[0].classes; ++c0)
     for (int c1 = 0; c1 < axis[1].classes; ++c1)
       for (int c2 = 0; c2 < axis[2].classes; ++c2) {
@@ -153,19 +171,29 @@ inline double flat_gemm_products_ms(const Problem& problem, const FlatGemmAxis (
           item = t.chunks * both + shifts * cost.stage + cost.item + cost.store[store] * stored;
         }
         sum += item;
-        longest = std::max(longest, item);
+        longest = std::max(longest, item), shortest = std::min(shortest, item);
+        most_shifts = std::max(most_shifts, shifts), least_shifts = std::min(least_shifts, shifts);
       }
   const double average = sum / t.classes;
-  // Long items start late; else the last round is not full.
+  // Long items start late; else the last round is not full, unless blocks share items.
   double rounds = double(t.items) / 132;
+  t.split = false;
+  t.units = static_cast<int>(most_shifts) * t.chunks;
+  t.even = false;
   if (longest > 1.2 * average) return std::max(rounds * average + 0.5 * (longest - average), longest) / 1.75e6;
   const double full = std::floor(rounds), part = rounds - full;
   if (part > 0) rounds = full + (full > 0 ? cost.tail + (1 - cost.tail) * part : 1);
+  const double shared = double(t.items) / 132 * average + cost.split;
+  t.even = !t.runs && shortest == longest && least_shifts == most_shifts && most_shifts > 0;
+  if (t.even && rounds < 8 && t.units > 1 && double(t.items) * t.units < 1e9 && shared < 0.96 * rounds * average) {
+    t.split = true;
+    return shared / 1.75e6;
+  }
   return rounds * average / 1.75e6;
 }
 
-// How often products are added to a float32 sum: after two taps of a stage and chunk.
-inline double flat_gemm_sums(const FlatGemmAxis (&axis)[3], const FlatGemmTile& t) {
+// How often products are added to a float32 sum: after `chain` taps of a stage and chunk.
+inline double flat_gemm_sums(const FlatGemmAxis (&axis)[3], const FlatGemmTile& t, int chain) {
   double stages = 1, taps = 1;
   for (int a = 0; a < 3; ++a) {
     int most = 0;
@@ -174,14 +202,12 @@ inline double flat_gemm_sums(const FlatGemmAxis (&axis)[3], const FlatGemmTile& 
     }
     (t.inner >> a & 1 ? taps : stages) *= most;
   }
-  return t.chunks * stages * std::ceil(taps / 2);
+  return t.chunks * stages * std::ceil(taps / chain);
 }
 
-inline FlatGemmTile flat_gemm_tile(const Problem& problem, int only_inner = -1) {
-  FlatGemmTile best{};
-  best.cost_ms = 2e9;
+// Of tiles with or without pairs the cheapest, if it is cheaper than `best`.
+inline void choose_flat_gemm_tile(const Problem& problem, bool pairs, int only_inner, FlatGemmTile& best) {
   const bool three = !problem.allow_tf32, contiguous = problem.layout == Layout::kContiguous;
-  const bool pairs = problem.axis[2].stride > 1 && contiguous;
   FlatGemmAxis axis[3];
   for (int a = 0; a < 3; ++a) axis[a] = flat_gemm_axis(problem.axis[a], a == 2 && pairs ? 2 : 1);
   FlatGemmTile t{};
@@ -192,6 +218,8 @@ inline FlatGemmTile flat_gemm_tile(const Problem& problem, int only_inner = -1) 
   t.classes = axis[0].classes * axis[1].classes * axis[2].classes;
   for (int inner = 0; inner < 8; ++inner) {
     if (only_inner >= 0 && inner != only_inner) continue;
+    // An axis of one position is the same inside and outside.
+    if ((inner & 1 && problem.axis[0].is_trivial()) || (inner & 2 && problem.axis[1].is_trivial())) continue;
     t.inner = inner;
     double positions = double(problem.batch), reach = 0;
     int64_t step = 1;
@@ -215,19 +243,35 @@ inline FlatGemmTile flat_gemm_tile(const Problem& problem, int only_inner = -1) 
       last = a == 0 ? t.pitch[1] * t.pitch[2] : a == 1 ? t.pitch[2] : 1;
       positions -= double(t.pitch[a] - axis[a].cells) * last;
     }
-    t.runs = pairs && (problem.axis[2].stride != 2 || problem.axis[2].out() % 4 != 0 ||
-                       problem.axis[2].out() != 2 * axis[2].cells || t.pitch[2] % 2 != 0);
-    if (three && flat_gemm_sums(axis, t) > kFlatGemmMaxSums) continue;
+    t.unaligned = pairs && contiguous &&
+                  (problem.axis[2].stride != 2 || problem.axis[2].out() % 4 != 0 ||
+                   problem.axis[2].out() != 2 * axis[2].cells || t.pitch[2] % 2 != 0);
+    t.chains = three && flat_gemm_sums(axis, t, 2) > kFlatGemmMaxSums;
+    if (t.chains && flat_gemm_sums(axis, t, kFlatGemmChain) > kFlatGemmMaxSums) continue;
     if (reach + t.cells > kFlatGemmMaxStaged || positions >= double(int64_t{1} << 30)) continue;
     t.staged = t.cells + static_cast<int>(reach);
     t.positions = static_cast<int64_t>(positions);
     t.tiles = ceil_div(t.positions, int64_t{t.cells});
     const double items = double(t.tiles) * t.classes * t.channel_blocks * double(problem.groups);
-    if (items >= double(int64_t{1} << 30) || !place_flat_gemm_tile(t, three)) continue;
+    if (items >= double(int64_t{1} << 30)) continue;
     t.items = static_cast<int64_t>(items);
-    t.cost_ms = flat_gemm_products_ms(problem, axis, t);
-    if (t.cost_ms < best.cost_ms) best = t;
+    // Through shared memory, or without it, with more room for stages and blocks that share items.
+    for (int through = t.unaligned; through >= 0; --through) {
+      t.runs = through != 0;
+      if (!place_flat_gemm_tile(t, three)) continue;
+      t.cost_ms = flat_gemm_products_ms(problem, axis, t);
+      if (t.cost_ms < best.cost_ms) best = t;
+    }
   }
+}
+
+// Contiguous outputs of neighbouring phases must be made together; channels-last ones may be.
+inline FlatGemmTile flat_gemm_tile(const Problem& problem, int only_inner = -1) {
+  FlatGemmTile best{};
+  best.cost_ms = 2e9;
+  const bool strided = problem.axis[2].stride > 1;
+  if (strided) choose_flat_gemm_tile(problem, true, only_inner, best);
+  if (!strided || problem.layout == Layout::kChannelsLast) choose_flat_gemm_tile(problem, false, only_inner, best);
   return best;
 }
 

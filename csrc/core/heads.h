@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <string>
 
+#include "heads_box.h"
 #include "heads_window.h"
 #include "problem.h"
 
@@ -231,24 +232,29 @@ inline double heads_cost_ms(const Problem& problem, const HeadsTile& t) {
   return 0.028 + 1e-9 / 1.28 * layout * position * 32 * double(problem.axis[t.march].in) * heads_work(problem, t);
 }
 
-// Both ways of the family: "" if one can make the call, its time, and whether windows are the better way (then the tile
-// means nothing).
+// The ways of the family: scatter and fold, windows (heads_window.h), and small layers in one turn (heads_box.h), which
+// need compute capability 9.0 exactly. "" if one of the first two can make the call; the time and the way of the best;
+// the tile is that of scatter and fold.
+enum class HeadsWay : int { kFold, kWindows, kBox };
 struct HeadsChoice {
   std::string refusal;
   double cost_ms = 0;
-  bool windows = false;
+  HeadsWay way = HeadsWay::kFold;
   HeadsTile tile{};
 };
-inline HeadsChoice heads_choose(const Problem& problem) {
+inline HeadsChoice heads_choose(const Problem& problem, bool with_boxes = true) {
   HeadsChoice choice;
   choice.refusal = heads_refusal(problem, choice.tile);
   if (problem.out_elements() == 0) return choice;
   if (choice.refusal.empty()) choice.cost_ms = heads_cost_ms(problem, choice.tile);
-  if (!heads_window_refusal(problem).empty()) return choice;
-  const double windows = heads_window_cost_ms(problem);
-  if (!choice.refusal.empty() || windows < choice.cost_ms) {
-    choice.refusal.clear(), choice.cost_ms = windows, choice.windows = true;
-  }
+  const auto consider = [&choice](double cost, HeadsWay way) {
+    if (!choice.refusal.empty() || cost < choice.cost_ms) {
+      choice.refusal.clear(), choice.cost_ms = cost, choice.way = way;
+    }
+  };
+  if (heads_window_refusal(problem).empty()) consider(heads_window_cost_ms(problem), HeadsWay::kWindows);
+  if (!with_boxes || !choice.refusal.empty()) return choice;
+  if (heads_box_refusal(problem).empty()) consider(heads_box_cost_ms(problem), HeadsWay::kBox);
   return choice;
 }
 

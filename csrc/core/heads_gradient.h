@@ -66,13 +66,20 @@ inline int64_t heads_gradient_kinds(const Problem& p, const HeadsGradientTile& t
 }
 
 // Whether each output is one position's in exactly one of the taps from the padding on, as many as the stride, of each
-// axis: the bias's gradient is a sum of products' right operands then.
+// axis: the bias's gradient is a sum of products' right operands then. Those are long sums in float32, which strict
+// float32 does not allow.
 inline bool heads_bias_by_pairs(const Problem& p) {
+  if (heads_gradient_split(p)) return false;
   for (const Axis& a : p.axis) {
     if (a.dilation != 1 && a.kernel != 1) return false;
     if (a.kernel < a.padding + a.stride || a.kernel + a.output_padding > a.stride + 2 * a.padding) return false;
   }
   return true;
+}
+
+// Whether the bias's gradient is that of a channel of ones in the tile of the weight's: one that the group leaves free.
+inline bool heads_bias_by_ones(const Problem& p, const HeadsGradientTile& t) {
+  return heads_bias_by_pairs(p) && p.in_channels_per_group() < t.channels;
 }
 
 // Words from `least` on that are 12 or 20 modulo 32, so that a few rows lie in banks of their own.
@@ -142,6 +149,13 @@ inline void heads_gradient_finish(const Problem& p, bool of_weight, int64_t budg
   const double slower = of_weight ? 1 + 0.15 * narrow : 1 + 1.3 * narrow;
   t.cycles = std::max(issued / 0.6, bytes / 19 * (slower + 4096 / (run_bytes * run_bytes)) + double(t.grad_bytes) / 38);
   if (!of_weight && t.stages < 4) t.cycles *= t.stages == 2 ? 1.18 : 1.05;
+  // Rows of the output's gradient of an odd length are copied by single elements of 16 bits, each after a load.
+  const bool apart = channels_last && p.groups > 1;
+  const int64_t row = apart ? t.column : p.axis[2].out() * (channels_last ? p.out_channels : 1);
+  const int64_t moved = t.tiles[2] > 1 && !apart ? t.box[2] * p.axis[2].stride * t.column : 0;
+  if (size == 2 && (row | moved) % 2 != 0) {
+    t.cycles += double(t.grad_bytes / 2) / (32 * kHeadsGradientWarps) * (t.grads[0] * t.grads[1] > 1 ? 80 : 15);
+  }
 }
 
 // The box with the least work in the fullest rounds of blocks.
@@ -285,8 +299,13 @@ inline double heads_input_gradient_cost_ms(const Problem& p) {
 }
 inline double heads_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  const double slower = heads_gradient_split(p) ? 1.4 : p.element_size() == 4 ? 1.3 : 1.05;
-  return 0.014 + slower * heads_gradient_penalty(p) * heads_gradient_ms(p, heads_gradient_tile(p, true));
+  const HeadsGradientTile t = heads_gradient_tile(p, true);
+  const bool narrow = t.channels == 16 && (p.element_size() == 4 || t.pairs <= 40);
+  const double slower = heads_gradient_split(p) ? (narrow ? 1.18 : 1.4)
+                        : p.element_size() == 4 ? 1.3
+                        : narrow                ? 0.85
+                                                : 1.05;
+  return 0.014 + slower * heads_gradient_penalty(p) * heads_gradient_ms(p, t);
 }
 
 }  // namespace fastconvt

@@ -8,6 +8,9 @@
 // cells of a block alike, and nothing is folded.
 //
 // A column tile is eight columns: a box of residues and output channels that share their offsets.
+//
+// A block makes few column tiles of many cells, step by step of the input channels; or, where strides are long and
+// column tiles many, it is wide: it holds all channels of few cells, and its warps go over the column tiles.
 #pragma once
 
 #include <algorithm>
@@ -22,12 +25,22 @@ namespace fastconvt {
 inline constexpr int64_t kOverlapAddMaxWarps = 16;  // of a block, and of a multiprocessor
 inline constexpr int kOverlapAddMaxTiles = 3;       // column tiles of a warp
 inline constexpr int kOverlapAddWords = 8;          // of 32 bits of input channels, in a step
+// Of float32 products to a sum, one after the other, about.
+inline constexpr int kOverlapAddAdds = 96;
+inline constexpr int kOverlapAddWideRows = 48;  // cells of an item (overlap_add_choose_wide)
 inline constexpr int64_t kOverlapAddShared = 227 * 1024;
 
 // Cells of a warp with that many column tiles.
 constexpr int overlap_add_rows(int tiles) { return tiles == 3 ? 48 : 64; }
+// Warps of a multiprocessor where blocks are wide; `strict`: float32 that is not TF32.
+constexpr int64_t overlap_add_wide_warps(bool strict) { return strict ? 12 : kOverlapAddMaxWarps; }
+// Bytes of shared memory of a fragment of weights, which strictly are two terms, and of a position in a step where a
+// block is wide, which strictly is three.
+constexpr int overlap_add_fragment_bytes(bool strict) { return strict ? 512 : 256; }
+constexpr int overlap_add_wide_bytes(bool strict) { return strict ? 48 : 32; }
 
 struct OverlapAddTile {
+  bool strict;
   std::array<int64_t, 3> bases;  // of a cell
   std::array<int64_t, 3> cells;  // of the problem
   std::array<int64_t, 3> span;   // residues of a column tile
@@ -52,8 +65,12 @@ struct OverlapAddTile {
   int64_t stage_steps;  // that are staged at once
   int64_t fragments;    // of weights, in a step
   int64_t boxes, column_blocks;
+  double cycles;  // expected
+  // Wide: a block holds all channels of its inputs, and its warps take items: a chunk of cells by two column tiles.
+  bool wide;
+  int64_t chunks, block_tiles, all_tiles;  // of a box; pairs of column tiles, of a block and in all
   // Shared memory in bytes: where each part begins; the stages come first.
-  int64_t step_bytes, stage_bytes, positions, entries, weights, shared_bytes;
+  int64_t step_bytes, stage_bytes, positions, entries, weights, pointers, shared_bytes;
 
   int64_t team_warps() const { return row_warps * column_warps; }
   int64_t entry_count() const { return reach[0] * reach[1] * reach[2]; }
@@ -113,10 +130,11 @@ inline void overlap_add_share(OverlapAddTile& t) {
   t.entries = std::max(t.teams * t.stage_bytes, sums);
   t.positions = t.entries + t.column_warps * t.entry_count() * 16;
   t.weights = t.positions + round_up(t.held_positions, 8) * 4;
-  t.shared_bytes = t.weights + t.fragments * 32;
+  t.pointers = t.weights + t.fragments * 32, t.shared_bytes = t.pointers + 16;
 }
 
-inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
+// Inputs that a box reaches, and how many boxes there are.
+inline void overlap_add_hold(const Problem& problem, OverlapAddTile& t) {
   // Contiguous positions are read in pairs where no pair is torn.
   const Axis& width = problem.axis[2];
   t.pairs = problem.layout == Layout::kContiguous && width.in % 2 == 0 &&
@@ -130,11 +148,15 @@ inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
     t.held_positions *= t.held[i];
     t.boxes *= ceil_div(i == 0 ? problem.batch : t.cells[i - 1], t.box[i]);
   }
+}
+
+inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
+  overlap_add_hold(problem, t);
   const int64_t block_columns = t.warp_columns * t.column_warps;
   t.column_blocks = ceil_div(t.columns, block_columns);
   const int64_t distinct = t.copies > 1 ? 1 : block_columns;
   t.fragments = distinct * t.support_count();
-  t.step_bytes = round_up(t.held_positions, 8) * 32 + t.fragments * 256;
+  t.step_bytes = round_up(t.held_positions, 8) * 32 + t.fragments * overlap_add_fragment_bytes(t.strict);
   // Few long stages, but a team's share of a full multiprocessor.
   const int64_t share = std::min<int64_t>((problem.element_size() == 4 ? 56 : 48) * 1024,
                                           kOverlapAddShared * t.team_warps() / kOverlapAddMaxWarps - 4096);
@@ -142,13 +164,12 @@ inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
   overlap_add_share(t);
 }
 
-// Time of all blocks: that of the multiprocessor with most of them, in cycles.
+// Time of all blocks: that of the multiprocessor with most of them, in cycles. Not wide.
 inline double overlap_add_time(const Problem& problem, const OverlapAddTile& t) {
-  const bool strict = problem.dtype == DType::kFloat32 && !problem.allow_tf32;
   const double rows = overlap_add_rows(int(t.warp_columns)) / 16, entries = double(t.entry_count());
   const double uses = double(t.support_count()) * double(t.warp_columns);
   const double warp_step =
-      strict ? entries * (15 + 9 * rows) + uses * rows * 9 : entries * (15 + 4 * rows) + uses * (4 + rows * 4);
+      t.strict ? entries * (15 + 9 * rows) + uses * rows * 9 : entries * (15 + 4 * rows) + uses * (4 + rows * 4);
   const double staging = (double(t.held_positions) * 55 + double(t.fragments) * 800) / 32;
   const double step = (double(t.team_warps()) * warp_step + staging) / 4;
   const int64_t blocks = t.boxes * t.column_blocks * problem.groups, warps = t.team_warps() * t.teams;
@@ -156,20 +177,24 @@ inline double overlap_add_time(const Problem& problem, const OverlapAddTile& t) 
   const int64_t resident = std::min(by_shared, kOverlapAddMaxWarps / warps);
   const int64_t most = ceil_div(blocks, int64_t{132});
   // Few warps do not hide their latency.
-  const double latency = strict ? 12 : problem.element_size() == 4 ? 10 : 6;
+  const double latency = t.strict ? 12 : problem.element_size() == 4 ? 10 : 6;
   const double idle = latency / double(std::min(resident, most) * warps);
-  return double(most) * step * double(t.steps) * (1 + idle) + 4000 * double(ceil_div(most, resident));
+  // Teams whose shares differ wait for the longest one.
+  const int64_t stages = ceil_div(t.steps, t.stage_steps), longest = ceil_div(stages, t.teams) * t.stage_steps;
+  const double steps = 0.5 * double(t.steps) + 0.5 * double(std::max(longest * t.teams, t.steps));
+  // Sums that go to the output on the way.
+  const bool folds = t.strict && t.teams == 1 && t.steps * t.support_count() > kOverlapAddAdds * 4 / 3;
+  return double(most) * step * steps * (folds ? 1.1 : 1.0) * (1 + idle) + 4000 * double(ceil_div(most, resident));
 }
 
 // The box of cells: shared_bytes stays 0 where there is none.
 inline void overlap_add_choose_box(const Problem& problem, OverlapAddTile& tile) {
   OverlapAddTile best{};
-  double least = 0;
-  const auto consider = [&](OverlapAddTile& t, int64_t width) {
+  const auto consider = [&](OverlapAddTile& t, int64_t width, int64_t depth) {
     int64_t rest = t.row_warps * overlap_add_rows(int(t.warp_columns));
     t.box[3] = std::min(width, t.cells[2]), rest /= t.box[3];
     if (rest == 0) return;
-    t.box[2] = std::min(t.cells[1], rest), rest /= t.box[2];
+    t.box[2] = std::min(t.cells[1], std::max<int64_t>(rest / depth, 1)), rest /= t.box[2];
     t.box[1] = std::min(t.cells[0], rest), rest /= t.box[1];
     t.box[0] = std::min(problem.batch, rest);
     // Equal boxes.
@@ -177,22 +202,26 @@ inline void overlap_add_choose_box(const Problem& problem, OverlapAddTile& tile)
     overlap_add_finish(problem, t);
     if (t.shared_bytes > kOverlapAddShared) return;
     const double time = overlap_add_time(problem, t);
-    if (best.shared_bytes == 0 || time < least) best = t, least = time;
+    if (best.shared_bytes > 0 && time >= best.cycles) return;
+    best = t, best.cycles = time;
   };
   OverlapAddTile t = tile;
   t.warp_columns = tile.columns % 3 == 0 ? 3 : std::min<int64_t>(2, tile.columns);
   const int64_t most_columns = std::min<int64_t>(2, ceil_div(t.columns, t.warp_columns));
   const bool one_row = t.cells[0] * t.cells[1] == 1;
   for (t.column_warps = 1; t.column_warps <= most_columns; ++t.column_warps) {
-    for (const int64_t row_warps : {1, 2, 4, 5, 8}) {
+    for (const int64_t row_warps : {1, 2, 4, 5, 7, 8}) {
       t.row_warps = row_warps;
       const int64_t most_teams = std::min({kOverlapAddMaxWarps / t.team_warps(), t.steps, int64_t{4}});
       for (const int64_t teams : {int64_t{1}, most_teams}) {
         t.teams = teams;
+        if (t.strict && teams > 1 && ceil_div(t.steps, teams) * t.support_count() > kOverlapAddAdds * 4 / 3) continue;
         const int64_t rows = row_warps * overlap_add_rows(int(t.warp_columns));
-        if (one_row || t.cells[2] <= 64) consider(t, rows);
-        for (const int64_t width : {16, 32}) {
-          if (!one_row && width < t.cells[2]) consider(t, width);
+        for (int64_t depth = 1; depth <= std::min<int64_t>(3, t.cells[0]); ++depth) {
+          if (one_row || t.cells[2] <= 64) consider(t, rows, depth);
+          for (const int64_t width : {64, 32, 16}) {
+            if (!one_row && width < t.cells[2]) consider(t, width, depth);
+          }
         }
         if (most_teams <= 1) break;
       }
@@ -201,11 +230,73 @@ inline void overlap_add_choose_box(const Problem& problem, OverlapAddTile& tile)
   tile = best;
 }
 
+// Wide; shared_bytes stays 0 where it cannot be.
+inline void overlap_add_choose_wide(const Problem& problem, OverlapAddTile& tile) {
+  OverlapAddTile t = tile;
+  tile.shared_bytes = 0;
+  // Offsets in the weights of a group, and in the outputs of a box, are 32 bits.
+  constexpr double kLimit = double(1 << 30);
+  const double output = double(problem.out_channels) * double(problem.out_positions());
+  if (t.copies > 1 || double(problem.weight_elements()) >= kLimit || output >= kLimit) return;
+  for (int a = 0; a < 3; ++a) {
+    const Axis& axis = problem.axis[a];
+    if (t.bases[a] > 1 || axis.dilation > 1 || axis.kernel < axis.stride) return;
+  }
+  const int64_t iterations = ceil_div(t.support_count(), int64_t{2}) * t.steps;
+  if (iterations > 64) return;  // additions to a sum
+  const int64_t max_warps = overlap_add_wide_warps(t.strict);
+  const double item = double(iterations) * (t.strict ? 290 : 150) + 600;
+  t.wide = true, t.warp_columns = 2, t.column_warps = t.teams = 1, t.fragments = 0;
+  t.all_tiles = t.spans[0] * t.spans[1] * t.spans[2] * ceil_div(t.channel_spans, int64_t{2});
+  for (const int64_t width : {t.cells[2], int64_t{32}, int64_t{16}, int64_t{8}}) {
+    if (width > t.cells[2] || width > 192) continue;
+    for (int64_t chunks = 1; chunks <= 4; ++chunks) {
+      int64_t rest = chunks * kOverlapAddWideRows / width;
+      if (rest == 0) continue;
+      t.box[3] = width;
+      t.box[2] = std::min(t.cells[1], rest), rest /= t.box[2];
+      t.box[1] = std::min(t.cells[0], rest), rest /= t.box[1];
+      t.box[0] = std::min({problem.batch, rest, int64_t(kLimit / output)});
+      for (int i = 1; i < 4; ++i) t.box[i] = ceil_div(t.cells[i - 1], ceil_div(t.cells[i - 1], t.box[i]));
+      t.chunks = ceil_div(t.box[0] * t.box[1] * t.box[2] * t.box[3], int64_t{kOverlapAddWideRows});
+      overlap_add_hold(problem, t);
+      t.step_bytes = round_up(t.held_positions, int64_t{8}) * overlap_add_wide_bytes(t.strict);
+      t.stage_steps = t.steps, t.stage_bytes = t.steps * t.step_bytes;
+      t.entries = t.positions = t.stage_bytes;
+      t.weights = t.positions + round_up(t.held_positions, int64_t{8}) * 4;
+      t.pointers = t.weights + t.chunks * kOverlapAddWideRows * 20, t.shared_bytes = t.pointers + 16;
+      const int64_t by_shared = kOverlapAddShared / (t.shared_bytes + 1024);
+      if (by_shared == 0) continue;
+      for (int64_t warps = max_warps / 3; warps <= max_warps; warps += max_warps / 3) {
+        const int64_t resident = std::min(by_shared, max_warps / warps), slots = 132 * resident;
+        for (int64_t waves = 1; waves <= 2; ++waves) {
+          const int64_t parts = std::clamp(slots * waves / (t.boxes * problem.groups), int64_t{1}, t.all_tiles);
+          t.row_warps = warps, t.block_tiles = ceil_div(t.all_tiles, parts);
+          t.column_blocks = ceil_div(t.all_tiles, t.block_tiles);
+          const int64_t blocks = t.boxes * t.column_blocks * problem.groups;
+          const int64_t here = std::min(resident, ceil_div(blocks, int64_t{132}));
+          const double busy = std::max(double(here * warps) / 4, 2.0);
+          const double rounds = double(ceil_div(t.block_tiles * t.chunks, warps));
+          const double fill = 4000 + double(t.held_positions * t.steps * here) * (t.strict ? 1.5 : 1);
+          const double time = double(ceil_div(blocks, slots)) * (fill + rounds * item * busy);
+          if (tile.shared_bytes > 0 && time >= tile.cycles) continue;
+          tile = t, tile.cycles = time;
+        }
+      }
+    }
+  }
+}
+
 inline OverlapAddTile overlap_add_tile(const Problem& problem) {
   OverlapAddTile t{};
+  t.strict = problem.dtype == DType::kFloat32 && !problem.allow_tf32;
   overlap_add_columns(problem, t);
   t.steps = ceil_div(problem.in_channels_per_group() * problem.element_size(), 4 * kOverlapAddWords);
-  if (t.entry_count() <= 512) overlap_add_choose_box(problem, t);
+  if (t.entry_count() > 512) return t;
+  OverlapAddTile wide = t;
+  overlap_add_choose_wide(problem, wide);
+  overlap_add_choose_box(problem, t);
+  if (wide.shared_bytes > 0 && (t.shared_bytes == 0 || wide.cycles < t.cycles)) return wide;
   return t;
 }
 
@@ -249,11 +340,14 @@ inline double overlap_add_cost_ms(const Problem& problem) {
   if (problem.out_elements() == 0) return 0;
   const OverlapAddTile t = overlap_add_tile(problem);
   if (t.shared_bytes == 0) return 1e9;
-  const double rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.2e6 : 1.3e6;  // cycles
+  const double box_rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.2e6 : 1.3e6;
+  const double rate = t.wide ? (t.strict ? 1.3e6 : 1.15e6) : box_rate;  // cycles
   // channels_last: neighbouring outputs of a lane are apart.
   const double apart =
       problem.layout == Layout::kChannelsLast ? std::min(1.6e-9 * double(problem.out_channels), 1.5e-8) : 0;
-  return 0.011 + overlap_add_time(problem, t) / rate + apart * double(problem.out_elements());
+  // Weights that few boxes read come from memory.
+  const double cold = t.wide && t.boxes < 16 ? 1.25 : 1;
+  return (0.011 + t.cycles / rate) * cold + apart * double(problem.out_elements());
 }
 
 }  // namespace fastconvt

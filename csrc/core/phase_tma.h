@@ -18,6 +18,7 @@ namespace fastconvt {
 
 inline constexpr int kPhaseTmaMaxStages = 8;   // of weights on their way
 inline constexpr int kPhaseTmaMaxBuffers = 4;  // of boxes of inputs
+inline constexpr int kPhaseTmaTaskBytes = 256;
 inline constexpr int kPhaseTmaMaxStride = 16;
 inline constexpr int64_t kPhaseTmaShared = 226 * 1024;  // of a block at most
 
@@ -95,7 +96,7 @@ struct PhaseTmaTile : PhaseTmaBox {
   int run_rows, run_width;  // contiguous: outputs of a channel that an item makes in one run
   int lines;                // contiguous: runs of a channel
   int64_t items;
-  int barriers_at, lines_at, table_at, constants_at, inputs_at, weights_at, staging_at, shared_bytes;
+  int tasks_at, lines_at, terms_at, table_at, inputs_at, weights_at, staging_at, shared_bytes;
   int buffer_bytes, stage_bytes, channel_pitch;
   int blocks;
   double cost_ms;
@@ -155,11 +156,12 @@ inline PhaseTmaBox phase_tma_box(const Problem& problem, const PhaseTmaAxis (&ax
 inline bool place_phase_tma_tile(PhaseTmaTile& t, bool contiguous, int max_taps, int blocks) {
   const int64_t budget = kPhaseTmaShared / blocks - (blocks > 1 ? 2048 : 1024);
   const int units = t.split == PhaseTmaSplit::kCells ? 1 : 2;
-  t.barriers_at = 0;
-  t.lines_at = 2 * (kPhaseTmaMaxStages + kPhaseTmaMaxBuffers) * 8 + 16;
-  t.table_at = t.lines_at + t.lines * 16;
-  t.constants_at = round_up(t.table_at + t.run_rows * t.run_width * 2, 16);
-  const int tables = round_up(t.constants_at + t.columns * 2, 1024);
+  // Barriers, then what two tasks need.
+  t.tasks_at = 2 * (kPhaseTmaMaxStages + kPhaseTmaMaxBuffers + 2) * 8;
+  t.lines_at = t.tasks_at + 2 * kPhaseTmaTaskBytes;
+  t.terms_at = t.lines_at + 2 * t.lines * 16;
+  t.table_at = t.terms_at + 2 * t.columns * 4;
+  const int tables = round_up(t.table_at + t.run_rows * t.run_width * 2, 1024);
   // Odd multiples of 16 bytes keep banks apart.
   t.channel_pitch = (t.slots * phase_tma_slot_pitch(t) / 8 | 1) * 16;
   const int staging = contiguous ? t.columns * t.channel_pitch : 0;
@@ -199,21 +201,23 @@ inline double phase_tma_products_ms(const Problem& problem, const PhaseTmaAxis (
   const int units = t.split == PhaseTmaSplit::kChannels ? 2 : 1;
   // A product reads 64 rows and its columns from shared memory, 128 bytes a clock.
   const double product = std::max(columns / 2.0, (2048 + columns * 32) / 128.0);
-  const double products = taps * t.chunks * (t.chunk / 16) * (t.cells / 64) * units * product;
+  double narrow = t.chunk == 64 ? 1 : t.chunk == 32 ? 1.08 : 1.2;
+  if (problem.in_channels_per_group() <= 8) narrow *= 1.6;
+  const double products = narrow * taps * t.chunks * (t.chunk / 16) * (t.cells / 64) * units * product;
   const double boxes = t.chunks * passes;
   const double bytes = t.chunks * taps * units * double(t.unit_bytes) + boxes * t.inputs * t.chunk * 2;
-  const double copies = 0.0146 * bytes + 1.46 * boxes * t.inputs;
-  const double taps_of_pass = taps / passes / (t.split == PhaseTmaSplit::kPhases ? 2 : 1);
-  const double stages = boxes * std::ceil(taps_of_pass / t.taps_per_stage);
-  const bool aligned = problem.axis[2].out() % 8 == 0;
-  const bool wide = aligned && problem.axis[2].stride <= 2 && axis[2].phases == problem.axis[2].stride &&
-                    t.order != PhaseTmaOrder::kBatch && t.box[3] % 8 == 0 && !t.merged;
-  const double output = !contiguous ? 0.19 : wide ? 0.25 : problem.axis[2].out() % 2 == 0 ? 0.36 : 0.42;
+  const double copies = 0.0056 * bytes + 2.14 * boxes * t.inputs;
+  const int64_t width = problem.axis[2].out(), stride = problem.axis[2].stride;
+  const bool wide = width % 8 == 0 && stride <= 2 && axis[2].phases == stride && t.order != PhaseTmaOrder::kBatch &&
+                    t.box[3] % 8 == 0 && !t.merged;
+  double output = !contiguous ? 0.17 : wide ? 0.174 : width % 2 == 0 ? 0.32 : t.merged ? 0.3 : 0.39;
+  if (contiguous && stride > 4 && t.width_groups == 1) output *= 1.6;
   const double outputs = output * double(problem.out_elements()) / (tiles * with_taps);
-  const double bound = std::max(products, copies), serial = bound + 68 * stages + outputs + 2300;
-  const double item = t.blocks == 1 ? serial : 2 * std::max(1.33 * bound, 0.87 * serial);
+  const double bound = std::max(products, copies);
+  const double serial = bound + outputs * (problem.in_channels_per_group() <= 8 ? 1.6 : 1) + 780 * passes;
+  const double item = t.blocks == 1 ? serial : 2.2 * std::max(bound, 1.046 * serial);
   const double rounds = std::max(1.0, tiles * with_taps / (132.0 * t.blocks));
-  return (rounds + 0.67 * (std::ceil(rounds) - rounds)) * item / 1.7e6;
+  return (rounds + 0.86 * (std::ceil(rounds) - rounds)) * item / 1.7e6;
 }
 
 inline bool finish_phase_tma_tile(const Problem& problem, const PhaseTmaAxis (&axis)[3], PhaseTmaTile& t) {
@@ -250,13 +254,20 @@ inline bool finish_phase_tma_tile(const Problem& problem, const PhaseTmaAxis (&a
   }
   for (const int64_t n : t.tiles) items *= double(n);
   if (items >= double(int64_t{1} << 31)) return false;
+  // Outputs of a box are told apart by 31 bits.
+  double span = 0, step = double(problem.out_channels);
+  for (int a = 2; a >= 0; --a) {
+    span += (t.box[a + 1] - 1) * step * double(problem.axis[a].stride);
+    step *= double(problem.axis[a].out());
+  }
+  if (!contiguous && span + (t.box[0] - 1) * step >= double(int64_t{1} << 31)) return false;
   t.items = static_cast<int64_t>(items);
   t.cost_ms = phase_tma_products_ms(problem, axis, t);
   return true;
 }
 
 // The cheapest tile; its cost is 1e9 or more if there is none.
-inline PhaseTmaTile phase_tma_tile(const Problem& problem, int only_shape = -1, int only_split = -1) {
+inline PhaseTmaTile find_phase_tma_tile(const Problem& problem, int only_shape = -1, int only_split = -1) {
   PhaseTmaTile best{};
   best.cost_ms = 2e9;
   const bool contiguous = problem.layout == Layout::kContiguous;
@@ -293,16 +304,44 @@ inline PhaseTmaTile phase_tma_tile(const Problem& problem, int only_shape = -1, 
       static_cast<PhaseTmaBox&>(t) = boxes[size][pairs];
       if (t.cells == 0) continue;
       consider(t, false, 1);
-      // Whole rows in one run are worth it where rows are not aligned.
-      if (contiguous && problem.axis[2].out() % 8 != 0) consider(t, true, 1);
+      // Whole rows in one run are worth it where rows without taps stand between others.
+      if (contiguous && problem.axis[2].out() % 8 != 0 && axis[1].phases < problem.axis[1].stride) {
+        consider(t, true, 1);
+      }
       // Many phases for few cells: several items share them.
-      if (!contiguous || axis[2].phases < stride || problem.axis[2].out() % stride != 0) continue;
+      if (!contiguous || axis[2].phases < stride || problem.axis[2].out() % stride != 0 || t.items >= 264) continue;
       for (int phases = 2; phases < stride; phases *= 2) {
         if (stride % phases == 0) consider(t, false, static_cast<int>(stride) / phases);
       }
     }
   }
   return best;
+}
+
+inline bool same_phase_tma_problem(const Problem& a, const Problem& b) {
+  bool same = a.dtype == b.dtype && a.layout == b.layout && a.batch == b.batch && a.in_channels == b.in_channels &&
+              a.out_channels == b.out_channels && a.groups == b.groups;
+  for (int i = 0; i < 3; ++i) {
+    const Axis &x = a.axis[i], &y = b.axis[i];
+    same = same && x.in == y.in && x.kernel == y.kernel && x.stride == y.stride && x.padding == y.padding &&
+           x.output_padding == y.output_padding && x.dilation == y.dilation;
+  }
+  return same;
+}
+
+// The same. A call asks for it several times over, so each thread remembers the last answer.
+inline PhaseTmaTile phase_tma_tile(const Problem& problem) {
+  struct Answer {
+    Problem problem;
+    PhaseTmaTile tile;
+  };
+  static thread_local Answer last{};
+  static thread_local bool known = false;
+  if (!known || !same_phase_tma_problem(last.problem, problem)) {
+    last = {problem, find_phase_tma_tile(problem)};
+    known = true;
+  }
+  return last.tile;
 }
 
 // "" if the family can make the call, else a reason.
@@ -337,16 +376,14 @@ inline std::string phase_tma_refusal(const Problem& problem) {
   return "";
 }
 
-// On an H200, with the launch that packs.
+// On an H200, with the launch that packs, and the copy of channels-last weights that comes before.
 inline double phase_tma_cost_ms(const Problem& problem) {
-  const double inputs =
-      problem.layout == Layout::kContiguous ? double(problem.in_elements() * problem.element_size()) : 0.0;
+  const bool contiguous = problem.layout == Layout::kContiguous;
+  const double inputs = contiguous ? double(problem.in_elements() * problem.element_size()) : 0.0;
   const double weights = double(problem.weight_elements() * problem.element_size());
-  const PhaseTmaTile tile = phase_tma_tile(problem);
-  // Few channels leave more of it to its threads than the tile knows.
-  const double few = tile.chunk == 16 ? 1.7 : tile.chunk == 32 && inputs > 0 ? 1.25 : 1;
-  const double products = std::max(few * tile.cost_ms, (problem.bytes() + inputs) / 4.3e9);
-  return 0.0099 + products + 2 * (weights + inputs) / 3.0e9;
+  const double products = std::max(phase_tma_tile(problem).cost_ms, (problem.bytes() + inputs) / 4.3e9);
+  const double copy = contiguous || problem.kernel_positions() == 1 ? 0 : weights / 0.8e9;
+  return 0.0112 + products + (weights + inputs) / 1.25e9 + copy;
 }
 
 }  // namespace fastconvt

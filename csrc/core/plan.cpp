@@ -157,8 +157,8 @@ double family_cost(Operation, const Problem& p, const DeviceInfo&) {
   return kCost(p);
 }
 
-// cuDNN's forward in milliseconds, fitted to 46 layers on an H200: mostly within a factor of 1.5. Its products run in
-// tiles of channels, idle or not.
+// cuDNN's forward in milliseconds, fitted to some 90 layers on an H200: mostly within a factor of 1.5. Its products run
+// in tiles of channels, idle or not.
 struct CudnnRate {
   double start, products, inputs, outputs;  // the last three times what the GPU could do
 };
@@ -181,18 +181,23 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
 }
 
 double cudnn_cost(const Problem& p) {
-  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.023, 1.1, 8.6, 7.1}, {0.007, 1.1, 7.2, 1.4});
+  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.023, 2.1, 1.4, 8.7}, {0.012, 1.6, 0.5, 4.5});
   const double exact = cudnn_cost(p, 55e12, 16, {0.026, 1.5, 4, 5.5}, {0.035, 1.6, 2, 8.5});
   if (!p.allow_tf32) return exact;
   return std::min(exact, cudnn_cost(p, 407e12, 32, {0.023, 1.8, 4.1, 4.7}, {0.007, 1.8, 1.6, 2.3}));
 }
 
 // One of its gradients, fitted to the same layers: within a factor of 2 for most.
-double cudnn_gradient_cost(const Problem& p) {
-  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.05, 0.9, 10, 1}, {0.03, 1.1, 0.5, 1});
-  const double exact = cudnn_cost(p, 55e12, 16, {0.04, 0.7, 5, 1}, {0.05, 0.8, 6, 1});
+double cudnn_gradient_cost(const Problem& p, bool of_weight) {
+  if (p.element_size() == 2) {
+    if (of_weight) return cudnn_cost(p, 780e12, 32, {0.06, 2.7, 7, 2.5}, {0.05, 2.7, 2.5, 0.5});
+    return cudnn_cost(p, 780e12, 32, {0.05, 2.2, 5.4, 2.1}, {0.04, 2.2, 0.5, 0.5});
+  }
+  const double exact = of_weight ? cudnn_cost(p, 55e12, 16, {0.05, 2.3, 8, 2.6}, {0.05, 2, 8, 8})
+                                 : cudnn_cost(p, 55e12, 16, {0.06, 1.6, 1, 1}, {0.06, 1.9, 0.4, 1.5});
   if (!p.allow_tf32) return exact;
-  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.06, 0.8, 7, 0.5}, {0.04, 1, 0.9, 0.7}));
+  return std::min(exact, of_weight ? cudnn_cost(p, 407e12, 32, {0.06, 1.8, 7, 1.5}, {0.05, 2, 1.5, 0.7})
+                                   : cudnn_cost(p, 407e12, 32, {0.06, 1.6, 6, 1}, {0.04, 1.8, 0.8, 0.7}));
 }
 
 // PyTorch's own. The unfused chain passes over the convolution's output some ten times.
@@ -200,7 +205,7 @@ double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) 
   switch (operation) {
     case Operation::kInputGradient:
     case Operation::kWeightGradient:
-      return cudnn_gradient_cost(p);
+      return (p.axis[0].is_trivial() ? 1 : 1.7) * cudnn_gradient_cost(p, operation == Operation::kWeightGradient);
     case Operation::kChainGradients:
       return cudnn_cost(p) + ms(40 * p.bytes(), 4.3e12);
     case Operation::kLogSumExpHardswish:

@@ -14,12 +14,8 @@ namespace fastconvt::cuda {
 
 enum class DensePrecision { kFloat32, kTf32, k16Bits };
 
-constexpr int kDenseProducers = 32 * kDenseGradientProducers;  // threads
 template <typename T>
 constexpr int kDenseConsumers = 32 * dense_gradient_consumers(sizeof(T));
-template <typename T>
-constexpr int kDenseThreads = kDenseConsumers<T> + kDenseProducers;
-
 constexpr int kDenseBarrierBytes = kDenseGradientBarriers;
 static_assert(kDenseBarrierBytes >= 8 * kDenseGradientMaxStages);
 
@@ -43,6 +39,7 @@ struct DenseSource {
   int along[3];            // along the axes
   int plane_channels;      // how many channels a plane has
   int channels;            // of a group
+  int producers;           // threads that copy
   int items;               // places that are copied at a time
   bool vector;             // granules lie in memory as such, aligned
 };
@@ -62,15 +59,17 @@ struct DenseParams {
       chunks;  // of the input's gradient: plane by plane, in each block of taps
   int plane_chunks;
   int plane_bytes, input_plane_bytes;
-  int lines, columns;  // of places
+  int input_row_bytes;  // 0: inputs are staged in planes
+  int lines, columns;   // of places
   int positions;
   int in_blocks;
   int warps_m, warps_n, warps_k;
   int steps, weight_bytes, resident;
   int table_bytes, stage_bytes, stages;
   int tiles, splits;
-  int run;  // chunks, or boxes, after which sums go on in shared memory; 0: they
-            // do not
+  int threads, producers;  // of a block
+  int run;                 // chunks, or boxes, after which sums go on in shared memory; 0: they
+                           // do not
   FastDivide by_columns, by_tile[3], by_group, by_in_block;
 };
 
@@ -158,6 +157,18 @@ __device__ __forceinline__ void find_taps(const DenseParams& p, int& index, int 
   }
 }
 
+// Lets the launch after this one start, which waits for this one's results by wait_for_launch().
+__device__ __forceinline__ void let_launch_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Threads of a block that wait for each other: named barriers.
 __device__ __forceinline__ void dense_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -234,6 +245,8 @@ inline DenseParams dense_params(const Problem& problem, const DenseGradientTile&
   p.chunk_planes = static_cast<int>(t.chunk_planes);
   p.chunks = static_cast<int>(t.chunks);
   p.plane_bytes = static_cast<int>(16 * t.pitch), p.input_plane_bytes = static_cast<int>(16 * t.input_pitch);
+  const bool rows = t.input_rows && reinterpret_cast<uintptr_t>(input) % 16 == 0;
+  p.input_row_bytes = static_cast<int>(rows ? 16 * dense_gradient_row(problem, t) : 0);
   p.lines = static_cast<int>(t.lines()), p.columns = static_cast<int>(t.axis[2].places());
   p.positions = static_cast<int>(t.positions);
   p.in_blocks = static_cast<int>(t.in_blocks);
@@ -244,6 +257,9 @@ inline DenseParams dense_params(const Problem& problem, const DenseGradientTile&
   p.table_bytes = static_cast<int>(t.table_bytes), p.stage_bytes = static_cast<int>(t.stage_bytes);
   p.stages = static_cast<int>(t.stages);
   p.weight_elements = problem.weight_elements();
+  p.producers = 32 * t.producers;
+  p.threads = 32 * dense_gradient_consumers(problem.element_size()) + p.producers;
+  p.grad.producers = p.input.producers = p.producers;
   p.grad.items = static_cast<int>(dense_gradient_items(problem, t.places(), t.chunk_planes));
   p.input.items = static_cast<int>(dense_gradient_items(problem, t.positions, t.in_channels() / granule));
   p.by_columns = fast_divide(p.columns);
@@ -259,6 +275,23 @@ inline int dense_processors() {
     processors = 132;
   }
   return processors;
+}
+
+// Launches a kernel that may start before the one before has ended (wait_for_launch).
+template <typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Arguments...), int64_t blocks, int threads, int64_t shared, cudaStream_t stream,
+                         Arguments... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 }  // namespace fastconvt::cuda

@@ -8,10 +8,10 @@ namespace fastconvt::cuda {
 
 // In shared memory: of every stage, that it is full; its producers arrive twice, the second time when their
 // asynchronous copies have landed.
-__device__ __forceinline__ void init_full(uint32_t barriers) {
+__device__ __forceinline__ void init_full(uint32_t barriers, int producers) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   for (int i = 0; i < kDenseGradientMaxStages; ++i) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barriers + 8 * i), "r"(2 * kDenseProducers) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barriers + 8 * i), "r"(2 * producers) : "memory");
   }
 #endif
 }
@@ -175,13 +175,13 @@ __device__ __forceinline__ void copy_granules(const DenseSource& s, const T* bas
 
 // Calls copy(places) for `count` places that find(index, offset, mask, target) knows, a few at a time.
 template <int kItems, typename Find, typename Copy>
-__device__ __forceinline__ void for_places(int count, int thread, Find&& find, Copy&& copy) {
+__device__ __forceinline__ void for_places(int count, int thread, int producers, Find&& find, Copy&& copy) {
 #pragma unroll 1
-  for (int first = thread; first < count; first += kItems * kDenseProducers) {
+  for (int first = thread; first < count; first += kItems * producers) {
     DensePlaces<kItems> places;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int index = first + i * kDenseProducers;
+      const int index = first + i * producers;
       places.offset[i] = 0, places.mask[i] = 0, places.target[i] = -1;
       if (index < count) find(index, places.offset[i], places.mask[i], places.target[i]);
     }
@@ -194,7 +194,7 @@ __device__ __forceinline__ void copy_tensor(const DenseSource& s, const T* base,
                                             int thread, char* stage, int plane_bytes, Find&& find) {
   if (sizeof(T) == 4 || s.vector) {
 #pragma unroll 1
-    for (int i = thread; i < count; i += kDenseProducers) {
+    for (int i = thread; i < count; i += s.producers) {
       int offset = 0, target = 0;
       unsigned mask = 0;
       find(i, offset, mask, target);
@@ -203,11 +203,11 @@ __device__ __forceinline__ void copy_tensor(const DenseSource& s, const T* base,
   } else if constexpr (sizeof(T) == 2) {
     const auto copy = [&](const auto& places) { copy_granules(s, base, places, planes, channels, stage, plane_bytes); };
     if (s.items == 1) {
-      for_places<1>(count, thread, find, copy);
+      for_places<1>(count, thread, s.producers, find, copy);
     } else if (s.items == 2) {
-      for_places<2>(count, thread, find, copy);
+      for_places<2>(count, thread, s.producers, find, copy);
     } else {
-      for_places<4>(count, thread, find, copy);
+      for_places<4>(count, thread, s.producers, find, copy);
     }
   }
 }

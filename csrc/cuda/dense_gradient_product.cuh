@@ -98,7 +98,7 @@ __device__ __forceinline__ void flush_dense(float4* room, bool first, bool last,
 
 // The sums of warps that shared the steps come together in those of the first ones.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void reduce_dense(int warps, int warps_k, int warp, int warp_k, float4* room,
+__device__ __forceinline__ void reduce_dense(int consumers, int warps, int warps_k, int warp, int warp_k, float4* room,
                                              DenseSums<kRows, kColumns>& sums) {
   const int lane = threadIdx.x % 32;
   if (warp_k > 0) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void reduce_dense(int warps, int warps_k, int warp, i
       room[(((warp_k - 1) * warps + warp) * kRows * kColumns + i) * 32 + lane] = make_float4(s[0], s[1], s[2], s[3]);
     }
   }
-  dense_wait(kDenseTeam, blockDim.x - kDenseProducers);
+  dense_wait(kDenseTeam, consumers);
   if (warp_k == 0) {
     for (int k = 1; k < warps_k; ++k) {
 #pragma unroll

@@ -11,15 +11,14 @@ int64_t count_entries(const Problem& problem, const DenseGradientTile& t) {
   return problem.groups * t.in_blocks * t.chunks * t.steps * (t.in_channels() / 8) * 32;
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, int kProducers>
 cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, cudaStream_t stream) {
-  const auto kernel = dense_input_gradient_kernel<T, kPrecision, kRows, kColumns>;
+  const auto kernel = dense_input_gradient_kernel<T, kPrecision, kRows, kColumns, kProducers>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(dense_gradient_budget(sizeof(T))));
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::min<int64_t>(p.tiles, dense_processors() * dense_gradient_blocks(sizeof(T)));
-  kernel<<<static_cast<unsigned>(blocks), kDenseThreads<T>, t.shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  return launch_early(kernel, blocks, p.threads, t.shared_bytes, stream, p);
 }
 
 }  // namespace
@@ -50,11 +49,18 @@ cudaError_t launch_dense_input_gradient(const Problem& problem, const void* grad
         p, static_cast<int>(tile.in_channels()), entries);
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    if (tile.n_tiles == 1) return launch_product<T, kPrecision, 4, 1>(p, tile, stream);
-    if constexpr (kPrecision != DensePrecision::kFloat32) {
-      if (tile.m_tiles == 4) return launch_product<T, kPrecision, 4, 4>(p, tile, stream);
+    const auto with_producers = [&](auto producers) {
+      constexpr int kProducers = decltype(producers)::value;
+      if (tile.n_tiles == 1) return launch_product<T, kPrecision, 4, 1, kProducers>(p, tile, stream);
+      if constexpr (kPrecision != DensePrecision::kFloat32) {
+        if (tile.m_tiles == 4) return launch_product<T, kPrecision, 4, 4, kProducers>(p, tile, stream);
+      }
+      return launch_product<T, kPrecision, 2, 4, kProducers>(p, tile, stream);
+    };
+    if constexpr (kPrecision == DensePrecision::kFloat32) {
+      if (tile.producers == 4) return with_producers(std::integral_constant<int, 4>{});
     }
-    return launch_product<T, kPrecision, 2, 4>(p, tile, stream);
+    return with_producers(std::integral_constant<int, sizeof(T) == 4 ? 8 : 4>{});
   });
 }
 

@@ -16,6 +16,7 @@ template <typename T, DensePrecision kPrecision>
 __global__ void __launch_bounds__(256)
     dense_weights_kernel(const __grid_constant__ DenseParams p, int columns, int64_t entries) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  let_launch_start();
   constexpr int kUnit = kGranule<T>;
   const int64_t entry = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (entry >= entries) return;
@@ -105,12 +106,12 @@ __device__ __forceinline__ void produce_dense_input(const DenseParams& p, const 
       for (int a = 0; a < 3; ++a) {
         at[a] = tile.box.at[a] * p.axis[a].stride - p.axis[a].padding + tap[a] * p.axis[a].dilation;
       }
-      if (round > 0) dense_wait(kDenseEmpty + stage, kDenseThreads<T>);
+      if (round > 0) dense_wait(kDenseEmpty + stage, p.threads);
       char* target = stages + stage * p.stage_bytes;
       if (!p.resident) {
         const int64_t block = (static_cast<int64_t>(tile.group) * p.in_blocks + tile.block) * p.chunks + chunk;
         copy_words(static_cast<const char*>(p.workspace) + block * p.weight_bytes,
-                   target + p.chunk_planes * p.plane_bytes, p.weight_bytes, thread, kDenseProducers);
+                   target + p.chunk_planes * p.plane_bytes, p.weight_bytes, thread, p.producers);
       }
       stage_gradients<T>(p, tables, grad + first * p.grad.plane, p.grad.channels - first * p.grad.plane_channels, at[0],
                          at[1], at[2], thread, target);
@@ -312,7 +313,7 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
       operands.weights =
           (p.resident ? weights + chunk * p.weight_bytes : source + p.chunk_planes * p.plane_bytes) + own_weights;
       add_dense_steps<T, kPrecision, kRows, kColumns>(operands, warp_k, p.warps_k, p.steps, sums);
-      dense_arrive(kDenseEmpty + stage, kDenseThreads<T>);
+      dense_arrive(kDenseEmpty + stage, p.threads);
       if (++stage == p.stages) stage = 0, parity ^= 1;
       if constexpr (kPrecision == DensePrecision::kFloat32) {
         if (--until_flush != 0 || chunk + 1 == p.chunks) continue;
@@ -323,27 +324,27 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
     if constexpr (kPrecision == DensePrecision::kFloat32) {
       if (flushed) flush_dense<kRows, kColumns>(totals, false, true, sums);
     }
-    if (p.warps_k > 1) reduce_dense<kRows, kColumns>(warps, p.warps_k, warp_mn, warp_k, room, sums);
+    if (p.warps_k > 1) reduce_dense<kRows, kColumns>(kDenseConsumers<T>, warps, p.warps_k, warp_mn, warp_k, room, sums);
     if (warp_k == 0) {
       store_dense_input<T, kRows, kColumns>(p, tables, tile, first_row, (tile.block * columns + warp_n * kColumns) * 8,
                                             sums);
     }
-    if (p.warps_k > 1) dense_wait(kDenseTeam,
-                                  kDenseConsumers<T>);  // before the room is used again
+    // Before the room is used again.
+    if (p.warps_k > 1) dense_wait(kDenseTeam, kDenseConsumers<T>);
   }
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
-__global__ void __launch_bounds__(kDenseThreads<T>, dense_gradient_blocks(sizeof(T)))
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, int kProducers>
+__global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gradient_blocks(sizeof(T)))
     dense_input_gradient_kernel(const __grid_constant__ DenseParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) char shared[];
   const DenseTables tables(p, shared);
   tables.fill(p);
   const uint32_t barriers = shared_address(shared);
-  if (threadIdx.x == 0) init_full(barriers);
+  if (threadIdx.x == 0) init_full(barriers, p.producers);
   const int taps = p.axis[0].taps * p.axis[1].taps * p.axis[2].taps;
-  for (int i = threadIdx.x; i < 2 * p.steps; i += kDenseThreads<T>) {
+  for (int i = threadIdx.x; i < 2 * p.steps; i += p.threads) {
     const int plane = i / taps;
     tables.steps[i] = plane < p.chunk_planes ? plane * p.plane_bytes + DenseTables::tap_place(p, i - plane * taps) : 0;
   }
@@ -352,8 +353,9 @@ __global__ void __launch_bounds__(kDenseThreads<T>, dense_gradient_blocks(sizeof
   float4* const totals = room - (p.run > 0 ? kRows * kColumns * kDenseConsumers<T> : 0);
   char* const weights = shared + p.table_bytes;
   const int weight_bytes = p.resident ? p.chunks * p.weight_bytes : 0;
+  wait_for_launch();  // for the weights
   if (p.resident) {
-    copy_words(static_cast<const char*>(p.workspace), weights, weight_bytes, threadIdx.x, kDenseThreads<T>);
+    copy_words(static_cast<const char*>(p.workspace), weights, weight_bytes, threadIdx.x, p.threads);
     wait_for_copies();
   }
   __syncthreads();

@@ -1,4 +1,4 @@
-#include "dense_weight_gradient.cuh"
+#include "dense_weight_gradient_reduction.cuh"
 
 #include "dispatch.h"
 #include "rows_bias_gradient.cuh"
@@ -18,13 +18,12 @@ cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, int
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(dense_gradient_budget(sizeof(T))));
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(kinds * p.splits), kDenseThreads<T>, t.shared_bytes, stream>>>(p);
+  kernel<<<static_cast<unsigned>(kinds * p.splits), p.threads, t.shared_bytes, stream>>>(p);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   const int64_t blocks = kinds * dense_weight_sums(t) / 4 / kDenseReduceSlots;
-  dense_weight_reduction_kernel<T>
-      <<<static_cast<unsigned>(blocks), kDenseReduceThreads, 0, stream>>>(p, kinds, kRows, kColumns);
-  return cudaGetLastError();
+  return launch_early(dense_weight_reduction_kernel<T>, blocks, kDenseReduceThreads, 0, stream, p, kinds, kRows,
+                      kColumns);
 }
 
 }  // namespace

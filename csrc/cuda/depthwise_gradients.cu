@@ -3,75 +3,12 @@
 
 #include <algorithm>
 
+#include "depthwise_gradients_tile.h"
 #include "dispatch.h"
 #include "launchers.h"
 
 namespace fastconvt::cuda {
 namespace {
-
-constexpr int64_t kShared = 225 * 1024;  // of a multiprocessor's blocks
-
-struct Tile {
-  int shape = 0;
-  bool flat = false;
-  int64_t groups = 1, tile = 1, tiles = 1, slots = 1;
-  int64_t depth_parts = 1, height_parts = 1, depth_rows = 1, height_rows = 1, depth_bases = 1, height_bases = 1;
-  int64_t units = 1, splits = 1;
-};
-
-Tile choose_tile(const Problem& problem, bool aligned) {
-  constexpr int64_t kParts[] = {1, 2, 3, 4, 5, 6, 8, 9, 12, 16};
-  constexpr double kWalk = 3, kBlock = 16;  // in bases: what a turn and a block cost beside them
-  constexpr int64_t kBases = 1024;          // of a thread, at most: the sums of more would be less exact in float32
-  constexpr int64_t kPlanes = 20 * 1024;    // bytes of planes that wait for the next base of the depth
-  Tile t;
-  t.shape = depthwise_gradients_shape(problem, aligned);
-  const DepthwiseGradientsShape& shape = kDepthwiseGradientsShapes[t.shape];
-  t.flat = !shape.aligned;
-  const Axis &depth = problem.axis[0], &height = problem.axis[1], &width = problem.axis[2];
-  const int64_t resident = shape.resident * 132, most = shape.threads / shape.classes,
-                all = ceil_div<int64_t>(width.in, shape.inputs);
-  t.groups = std::min(all, most);
-  if (!t.flat && all > most) t.groups = round_up(ceil_div(all, ceil_div(all, most)), int64_t{8});
-  t.tile = t.groups * shape.inputs;
-  t.tiles = t.flat ? 1 : ceil_div(all, t.groups);
-  const int64_t rows = t.flat ? ceil_div(all, t.groups) : height.in;
-  double best = 1e300;
-  for (const int64_t depth_parts : kParts) {
-    if (depth_parts > 1 && (depth_parts > 8 || depth_parts * 2 > depth.in || shape.depth == 1)) break;
-    for (const int64_t height_parts : kParts) {
-      if (height_parts > 1 && (t.flat || height_parts * 4 > height.in)) break;
-      Tile u = t;
-      u.depth_rows = shape.depth == 1 ? 1 : ceil_div(depth.in, depth_parts);
-      u.depth_parts = ceil_div(depth.in, u.depth_rows);
-      u.height_rows = ceil_div(rows, height_parts);
-      u.height_parts = ceil_div(rows, u.height_rows);
-      u.depth_bases = u.depth_rows + shape.depth - 1, u.height_bases = u.height_rows + shape.height - 1;
-      u.units = problem.batch * u.depth_parts * u.height_parts * u.tiles;
-      u.slots = std::min(u.units, std::max<int64_t>(1, shape.threads / (u.groups * shape.classes)));
-      const int64_t turns_of_all = ceil_div(u.units, u.slots);
-      for (int more = 0; more < 2; ++more) {
-        const int64_t least = ceil_div(turns_of_all, std::max<int64_t>(1, kBases / (u.depth_bases * u.height_bases)));
-        const int64_t wanted = std::max(least, resident / problem.in_channels + more);
-        u.splits = std::clamp<int64_t>(wanted, 1, turns_of_all);
-        const int64_t turns = ceil_div(turns_of_all, u.splits);
-        u.splits = ceil_div(turns_of_all, turns);
-        const double rounds = double(u.splits * problem.in_channels) / double(resident);
-        const double own =
-            rounds <= 1 ? 1 : rounds + 0.5 * (double(ceil_div(u.splits * problem.in_channels, resident)) - rounds);
-        const bool large = (shape.depth > 1 && u.slots * u.height_rows * u.tile * 4 > kPlanes) ||
-                           u.depth_bases * u.height_bases > kBases;
-        const double bases = double(turns * u.depth_bases) * (double(u.height_bases) + kWalk) + kBlock;
-        const double cost = own * bases * double(u.slots) * (large ? 2 : 1);
-        if (cost >= best) continue;
-        best = cost;
-        t = u;
-        t.splits = u.splits;
-      }
-    }
-  }
-  return t;
-}
 
 // The smallest number that is not less than `least`, and `rest` modulo `period`.
 int64_t at_least(int64_t least, int64_t rest, int64_t period) {
@@ -79,7 +16,7 @@ int64_t at_least(int64_t least, int64_t rest, int64_t period) {
 }
 
 template <class Traits>
-cudaError_t launch(const Problem& problem, const Tile& t, DepthwiseGradientsParams p,
+cudaError_t launch(const Problem& problem, const DepthwiseGradientsTile& t, DepthwiseGradientsParams p,
                    const DepthwiseWeightParams& whole, cudaStream_t stream) {
   using T = typename Traits::T;
   constexpr int64_t kSize = sizeof(T), kChunk = Traits::kChunk, kBanks = 128 / kSize;
@@ -92,6 +29,7 @@ cudaError_t launch(const Problem& problem, const Tile& t, DepthwiseGradientsPara
   p.weight_elements = problem.weight_elements();
   p.grad_elements = problem.out_elements(), p.input_elements = problem.in_elements();
   p.channels = static_cast<int>(problem.in_channels);
+  p.grad_column = p.input_column = 1;
   p.slots = static_cast<int>(t.slots), p.groups = static_cast<int>(t.groups);
   p.threads = p.slots * p.groups * Traits::kClasses;
   p.tile = static_cast<int>(t.tile);
@@ -141,7 +79,7 @@ cudaError_t launch(const Problem& problem, const Tile& t, DepthwiseGradientsPara
     p.stage = p.input_place + p.input_slot * p.slots;
     p.sums_place = 128, p.planes_place = static_cast<int>(sums), p.stages_place = static_cast<int>(sums + planes);
     total = p.stages_place + kDepthwiseStages * p.stage * kSize + 64;  // a thread may read columns beyond
-    if (bases == 1 || total <= kShared / Traits::kResident) break;
+    if (bases == 1 || total <= kDepthwiseGradientsShared / Traits::kResident) break;
   }
   p.by_depth_dilation = fast_divide(p.axis[0].dilation), p.by_height_dilation = fast_divide(p.axis[1].dilation);
   p.by_group = fast_divide(p.groups);
@@ -166,7 +104,7 @@ bool is_aligned(const void* grad, const void* input, const void* output) {
 }
 
 template <typename T, int kShape = 0>
-cudaError_t dispatch_shape(const Problem& problem, const Tile& t, const DepthwiseGradientsParams& p,
+cudaError_t dispatch_shape(const Problem& problem, const DepthwiseGradientsTile& t, const DepthwiseGradientsParams& p,
                            const DepthwiseWeightParams& whole, cudaStream_t stream) {
   if constexpr (kShape < static_cast<int>(std::size(kDepthwiseGradientsShapes))) {
     return t.shape == kShape ? launch<DepthwiseGradientsTraits<T, kShape>>(problem, t, p, whole, stream)
@@ -195,11 +133,11 @@ cudaError_t launch_reduction(const DepthwiseWeightParams& whole, cudaStream_t st
 
 int64_t depthwise_gradients_workspace(const Problem& original) {
   if (original.in_elements() == 0 || !depthwise_gradients_refusal(original).empty()) return 0;
-  const Problem problem = depthwise_gradient_view(original);
+  const Problem problem = depthwise_gradients_view(original);
   int64_t splits = 0;
   for (const bool aligned : {false, true}) {
     if (depthwise_gradients_shape(problem, aligned) >= 0)
-      splits = std::max(splits, choose_tile(problem, aligned).splits);
+      splits = std::max(splits, choose_depthwise_gradients_tile(problem, aligned).splits);
   }
   return splits * (problem.weight_elements() + problem.in_channels) * int64_t{sizeof(float)};
 }
@@ -208,10 +146,10 @@ cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad
                                        const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
                                        void* workspace, cudaStream_t stream) {
   if (!depthwise_gradients_refusal(original).empty() || original.in_elements() == 0) return cudaErrorNotSupported;
-  const Problem problem = depthwise_gradient_view(original);
+  const Problem problem = depthwise_gradients_view(original);
   const bool aligned = is_aligned(grad_output, input, grad_input);
   if (depthwise_gradients_shape(problem, aligned) < 0) return cudaErrorNotSupported;
-  const Tile t = choose_tile(problem, aligned);
+  const DepthwiseGradientsTile t = choose_depthwise_gradients_tile(problem, aligned);
   DepthwiseGradientsParams p{};
   p.grad = grad_output, p.input = input, p.weight = weight, p.output = grad_input;
   const bool sums = grad_weight != nullptr || grad_bias != nullptr;
@@ -228,11 +166,13 @@ cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad
     r.grad_batch = out.batch, r.grad_channel = out.channel, r.input_batch = in.batch, r.input_channel = in.channel;
     r.grad_plane = static_cast<int>(out.axis[0]), r.input_plane = static_cast<int>(in.axis[0]);
     r.grad_row = static_cast<int>(out.axis[1]), r.input_row = static_cast<int>(in.axis[1]);
-    r.grad_column = 1, r.input_column = 1;
+    r.grad_column = static_cast<int>(out.axis[2]), r.input_column = static_cast<int>(in.axis[2]);
     r.channels = static_cast<int>(problem.out_channels), r.batch = static_cast<int>(problem.batch);
     r.by_multiplier = fast_divide(1);
     r.splits = static_cast<int>(t.splits), r.classes = 1;
-    const cudaError_t error = dispatch_shape<T>(problem, t, p, r, stream);
+    const cudaError_t error = problem.layout == Layout::kChannelsLast
+                                  ? launch_depthwise_gradients_channels(problem, t, p, r, stream)
+                                  : dispatch_shape<T>(problem, t, p, r, stream);
     return error == cudaSuccess && sums && t.splits > 1 ? launch_reduction<T>(r, stream) : error;
   });
 }

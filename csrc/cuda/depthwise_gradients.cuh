@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
   thread.keep(column);
   if (!has_class) column[Traits::kSums * kThreads] = 0;  // it has read the rows of another class
   __syncthreads();
+  float not_finite_sum = 0;  // or zero
 #pragma unroll 1
   for (int i = number / 32; i <= Traits::kSums; i += kWarps) {
     const int lane = number % 32;
@@ -242,6 +243,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (i < Traits::kSums) {
       const int tap = lane < Traits::kClasses ? tap_of(i) : -1;
       if (tap < 0 || whole.output == nullptr) continue;
+      not_finite_sum = fmaf(total, 0.f, not_finite_sum);
       if (alone) {
         static_cast<T*>(whole.output)[filter + tap] = from_accumulator<T>(total);
       } else {
@@ -252,13 +254,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
 #pragma unroll
     for (int apart = Traits::kClasses / 2; apart > 0; apart /= 2) total += __shfl_xor_sync(0xffffffffu, total, apart);
     if (lane > 0 || whole.grad_bias == nullptr) continue;
+    not_finite_sum = fmaf(total, 0.f, not_finite_sum);
     if (alone) {
       static_cast<T*>(whole.grad_bias)[channel] = from_accumulator<T>(total);
     } else {
       p.bias_partial[static_cast<int64_t>(split) * p.channels + channel] = total;
     }
   }
-  if (alone) repair_sums<T, kThreads>(whole, channel, reinterpret_cast<double*>(sums));
+  if (alone && __syncthreads_or(not_finite_sum != 0)) {
+    repair_sums<T, kThreads>(whole, channel, reinterpret_cast<double*>(sums));
+  }
 #endif
 }
 

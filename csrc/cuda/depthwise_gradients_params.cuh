@@ -13,10 +13,13 @@ namespace fastconvt::cuda {
 // Stages of a block, and how many are on their way: a slot that is filled again has been read a stage before.
 constexpr int kDepthwiseStages = 4, kDepthwiseAhead = 2;
 
-template <typename T_, int kShape>
+template <typename T_, int kShape, bool kChannelsLast_ = false>
 struct DepthwiseGradientsTraits {
   using T = T_;
-  static constexpr DepthwiseGradientsShape kList = kDepthwiseGradientsShapes[kShape];
+  static constexpr bool kChannelsLast = kChannelsLast_;
+  static constexpr DepthwiseGradientsShape kList = kChannelsLast
+                                                       ? kDepthwiseGradientsChannels[kChannelsLast ? kShape : 0]
+                                                       : kDepthwiseGradientsShapes[kChannelsLast ? 0 : kShape];
   static constexpr int kKernel = kList.kernel, kStride = kList.stride, kInputs = kList.inputs;
   static constexpr int kDepth = kList.depth, kHeight = kList.height;
   static constexpr int kThreads = kList.threads, kResident = kList.resident;
@@ -24,6 +27,8 @@ struct DepthwiseGradientsTraits {
   static constexpr bool kAligned = kList.aligned;
   static constexpr bool kFlat = !kAligned;  // one axis: bases of the height are parts of one row
   static constexpr int kColumns = (kInputs - 1) * kStride + kKernel;
+  // In channels_last, a warp's channels: its lanes are (class, channel). Lanes from one class to the next.
+  static constexpr int kChannels = kChannelsLast ? 32 / kClasses : 1, kNextClass = kChannels;
   static constexpr int kSums = kDepth * kPhases * kHeight * kKernel;
   static constexpr int kChunk = 16 / static_cast<int>(sizeof(T));  // elements of 16 bytes
   // Columns before the first input's own ones, as many as after the last one's, where rows are aligned.
@@ -46,7 +51,8 @@ struct DepthwiseGradientsParams {
   int64_t grad_batch, grad_channel, input_batch, input_channel, grad_plane, input_plane;  // strides, in elements
   int grad_row, input_row;
   int64_t weight_elements, grad_elements, input_elements;
-  int channels;
+  int channels, channel_tiles;
+  int grad_column, input_column;
   // Threads are (slot, column group, class), the class fastest. A slot makes a unit: a part of the rows and planes of a
   // sample, over all bases that reach it.
   int slots, groups, threads;
@@ -67,6 +73,7 @@ struct DepthwiseGradientsParams {
   int input_slot, input_plane_pitch, input_pitch, input_base;
   int input_place;                             // of the inputs in a stage
   int stage;                                   // elements
+  int slot_bytes;                              // of a stage, in channels_last
   int shift;                                   // from a row's place to its first column
   int sums_place, planes_place, stages_place;  // bytes of shared memory
 };

@@ -21,7 +21,8 @@ __device__ __noinline__ T depthwise_input_gradient_at(const DepthwiseGradientsPa
     const int gy = y * height.stride - height.padding + ty * height.dilation;
     const int gz = z * depth.stride - depth.padding + tz * depth.dilation;
     if (gx < 0 || gx >= width.out || gy < 0 || gy >= height.out || gz < 0 || gz >= depth.out) continue;
-    sum += static_cast<double>(to_accumulator(grad[gz * p.grad_plane + static_cast<int64_t>(gy) * p.grad_row + gx])) *
+    sum += static_cast<double>(to_accumulator(
+               grad[gz * p.grad_plane + static_cast<int64_t>(gy) * p.grad_row + int64_t{gx} * p.grad_column])) *
            to_accumulator(static_cast<const T*>(p.weight)[static_cast<int64_t>(channel) * filter + i]);
   }
   return from_accumulator<T>(static_cast<float>(sum));
@@ -44,7 +45,7 @@ __device__ __noinline__ void repair_inputs(const DepthwiseGradientsParams& p, in
 #pragma unroll 1
       for (int x = x0; x < (Traits::kFlat ? width : min(x0 + Traits::kInputs, width));
            x += Traits::kFlat ? p.tile : 1) {
-        T* element = image + z * p.input_plane + static_cast<int64_t>(y) * p.input_row + x;
+        T* element = image + z * p.input_plane + static_cast<int64_t>(y) * p.input_row + int64_t{x} * p.input_column;
         if (!is_finite(to_accumulator(*element))) {
           *element = depthwise_input_gradient_at<T>(p, unit.sample, channel, z, y, x);
         }

@@ -159,7 +159,7 @@ struct DepthwiseGradientsThread {
 #pragma unroll
       for (int i = 0; i < kDepth * kInputs; ++i) {
         float& v = value[i / kInputs][i % kInputs];
-        v += __shfl_xor_sync(0xffffffffu, v, apart);
+        v += __shfl_xor_sync(0xffffffffu, v, apart * Traits::kNextClass);
       }
     }
   }

@@ -80,25 +80,34 @@ class Scope {
 };
 
 // The plan's choice for a call that `make(candidate)` makes. Under fastconvt.autotune the first call of a problem
-// measures: another candidate is kept where its median is 3 % shorter.
-template <class Make>
-Candidate choose(Operation operation, const Problem& problem, const Scope& scope, const Make& make) {
+// measures: another candidate is kept where its median is 3 % shorter. `share(candidate)` is the operation's part of
+// what a call makes.
+template <class Make, class Share>
+Candidate choose(Operation operation, const Problem& problem, const Scope& scope, const Make& make,
+                 const Share& share) {
   constexpr double kGain = 0.97;
   const DeviceInfo device = scope.device();
   const Plan plan = plan_operation(operation, problem, device);
   if (!wants_measurement(operation, problem, device) || is_forced() || is_capturing(scope.stream())) {
     return plan.chosen();
   }
-  const std::vector<double> ms = time_candidates(plan, scope.stream(), make);
+  std::vector<double> ms = time_candidates(plan, scope.stream(), make);
   std::vector<Timing> timings;
+  for (int i = 0; i < int(ms.size()); ++i) {
+    ms[i] *= share(plan.candidates[i]);
+    if (ms[i] > 0) timings.push_back({plan.candidates[i].name, ms[i]});
+  }
   int fastest = plan.choice;
   for (int i = 0; i < int(ms.size()); ++i) {
-    if (ms[i] == 0) continue;
-    timings.push_back({plan.candidates[i].name, ms[i]});
-    if (ms[i] < kGain * ms[plan.choice] && ms[i] < ms[fastest]) fastest = i;
+    if (ms[i] > 0 && ms[i] < kGain * ms[plan.choice] && ms[i] < ms[fastest]) fastest = i;
   }
   keep_measurement(operation, problem, device, plan.candidates[fastest].name, timings);
   return plan.candidates[fastest];
+}
+
+template <class Make>
+Candidate choose(Operation operation, const Problem& problem, const Scope& scope, const Make& make) {
+  return choose(operation, problem, scope, make, [](const Candidate&) { return 1.0; });
 }
 
 const void* bias_data(const Call& call) { return call.bias ? call.bias->const_data_ptr() : nullptr; }
@@ -258,7 +267,8 @@ class Backward {
   Backward(const char* name, const Scope& scope, const Call& call, const Tensor& grad_output)
       : name_(name), scope_(scope), call_(call), grad_output_(grad_output) {}
 
-  Gradients make(const GradientKernels& kernels, int64_t bits) {
+  // In one pass, where `together` and there is one.
+  Gradients make(const GradientKernels& kernels, int64_t bits, bool together) {
     if (!dense_) {
       const Tensor batched = call_.batched ? grad_output_ : torch::stable::unsqueeze(grad_output_, 0);
       dense_ = to_layout(batched, call_.problem.layout);
@@ -266,7 +276,7 @@ class Backward {
     Gradient input = bits & kInputBit ? Gradient::of_input(call_) : Gradient::none(call_.input);
     Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_.weight) : Gradient::none(call_.input);
     const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
-    if (!kernels.all || !launch_all(kernels, input, weight, bias)) {
+    if (!together || !kernels.all || !launch_all(kernels, input, weight, bias)) {
       if (bits & kInputBit) launch_input(kernels, input);
       if (bits & kWeightBit) launch_weight(kernels, weight, bias);
     }
@@ -327,33 +337,42 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   const Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding,
                               output_padding, groups, dilation, allow_tf32);
   Backward backward(name.c_str(), scope, call, grad_output);
-  const auto make = [&](const GradientKernels* kernels, int64_t bits) {
-    return kernels ? backward.make(*kernels, bits) : backward.make_by_aten(input, bits);
-  };
-  const auto planned = [&](Operation operation, int64_t bits) -> const GradientKernels* {
-    if (bits == 0 || call.problem.in_elements() == 0) return nullptr;
-    return gradient_kernels(choose(operation, call.problem, scope,
-                                   [&](const Candidate& candidate) { make(gradient_kernels(candidate), bits); }));
+  const auto make = [&](const GradientKernels* kernels, int64_t bits, bool together) {
+    return kernels ? backward.make(*kernels, bits, together) : backward.make_by_aten(input, bits);
   };
   Gradients gradients{empty(input, 0), empty(input, 0), empty(input, 0)};
   int64_t missing = (mask[0] ? kInputBit : 0) | (mask[1] ? kWeightBit : 0) | (mask[2] ? kBiasBit : 0);
-  const auto take = [&](const GradientKernels* kernels, int64_t bits) {
-    const Gradients made = make(kernels, bits);
+  const auto take = [&](const GradientKernels* kernels, int64_t bits, bool together) {
+    const Gradients made = make(kernels, bits, together);
     for (int i = 0; i < 3; ++i) {
       if (bits >> i & 1) gradients[i] = made[i];
     }
     missing &= ~bits;
   };
   const int64_t of_input = missing & kInputBit, of_weight = mask[1] ? missing & ~kInputBit : 0;
+  const bool both = of_input && of_weight;
+  const auto planned = [&](Operation operation, int64_t bits) -> const GradientKernels* {
+    if (bits == 0 || call.problem.in_elements() == 0) return nullptr;
+    const auto in_one_pass = [&](const Candidate& candidate) {
+      const GradientKernels* const kernels = gradient_kernels(candidate);
+      return both && kernels && kernels->all;
+    };
+    return gradient_kernels(choose(
+        operation, call.problem, scope,
+        [&](const Candidate& candidate) {
+          make(gradient_kernels(candidate), in_one_pass(candidate) ? of_input | of_weight : bits, true);
+        },
+        [&](const Candidate& candidate) { return in_one_pass(candidate) ? 0.5 : 1.0; }));
+  };
   const GradientKernels* const by_input = planned(Operation::kInputGradient, of_input);
   const GradientKernels* const by_weight = planned(Operation::kWeightGradient, of_weight);
-  if (by_input && by_input == by_weight && by_input->all) {
-    take(by_input, of_input | of_weight);
+  if (by_input && by_input == by_weight) {
+    take(by_input, of_input | of_weight, true);
   } else {
-    if (by_input) take(by_input, of_input);
-    if (by_weight) take(by_weight, of_weight);
+    if (by_input) take(by_input, of_input, !both);
+    if (by_weight) take(by_weight, of_weight, !both);
   }
-  if (missing != 0) take(nullptr, missing);
+  if (missing != 0) take(nullptr, missing, true);
   return {gradients[0], gradients[1], gradients[2]};
 }
 

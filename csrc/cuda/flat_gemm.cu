@@ -15,6 +15,11 @@ int64_t flat_packed_bytes(const Problem& problem, const FlatGemmTile& t) {
          (kFlatGemmTapBytes * (problem.allow_tf32 ? 1 : 2));
 }
 
+// After the weights: sums of parts of items, and flags that they are there.
+int64_t flat_partial_bytes(const FlatGemmTile& t) {
+  return t.split ? int64_t{kFlatGemmMaxBlocks} * (2 * 128 * kFlatGemmGroup * 4 + 8) : 0;
+}
+
 // A tap of a class: where it reads, and which of the kernel's it is.
 struct FlatGemmEntry {
   int shift[3];  // along outer axes
@@ -108,10 +113,9 @@ FlatGemmParams flat_params(const Problem& problem, const FlatGemmTile& t, const 
   p.tiles = fast_divide(static_cast<int>(t.tiles));
   p.items = static_cast<int>(t.items);
   p.batch = static_cast<int>(problem.batch);
-  p.pairs = t.pairs;
+  p.pairs = t.pairs, p.chains = t.chains;
   p.group_in = static_cast<int>(problem.in_channels_per_group());
   p.group_out = static_cast<int>(problem.out_channels_per_group());
-  p.positions = static_cast<int>(t.positions);
   p.cells = t.cells, p.staged = t.staged;
   p.half = t.cells / 2;
   p.unit = t.pairs ? 0 : kFlatGemmColumns;
@@ -129,6 +133,10 @@ FlatGemmParams flat_params(const Problem& problem, const FlatGemmTile& t, const 
   p.bias = problem.has_bias ? static_cast<const float*>(bias) : nullptr;
   p.output = static_cast<float*>(output);
   p.packed = static_cast<unsigned char*>(workspace);
+  p.split = t.split;
+  p.units = fast_divide(std::max(t.units, 1));
+  p.partial = reinterpret_cast<float*>(p.packed + flat_packed_bytes(problem, t));
+  p.flags = reinterpret_cast<int*>(p.partial + int64_t{kFlatGemmMaxBlocks} * 2 * 128 * kFlatGemmGroup);
   return p;
 }
 
@@ -151,17 +159,21 @@ cudaError_t launch_flat_pack(const Problem& problem, const FlatGemmTile& t, cons
   return cudaGetLastError();
 }
 
-template <bool kThree, bool kChannelsLast>
-cudaError_t launch_flat_products(const FlatGemmTile& t, const FlatGemmParams& p, cudaStream_t stream) {
+template <bool kThree, bool kChannelsLast, bool kSplit>
+cudaError_t launch_flat_products(const FlatGemmTile& t, FlatGemmParams& p, cudaStream_t stream) {
   int resident = 0;
-  const auto kernel = flat_gemm_kernel<kThree, kChannelsLast>;
+  const auto kernel = flat_gemm_kernel<kThree, kChannelsLast, kSplit>;
   const cudaError_t error =
       count_resident_blocks(kernel, kFlatGemmThreads<kThree>, t.shared_bytes, kFlatGemmShared + 2048, resident);
   if (error != cudaSuccess) return error;
   if (resident == 0) return cudaErrorNotSupported;
-  // A number of blocks that shares no factor with the items of a tile, so that every block gets all classes.
   int blocks = static_cast<int>(std::min<int64_t>(t.items, resident));
-  if (t.items > resident) {
+  if constexpr (kSplit) {
+    blocks = std::min(resident, kFlatGemmMaxBlocks);
+    const int all = static_cast<int>(t.items) * t.units;
+    p.share = all / blocks, p.longer_shares = all % blocks;
+  } else if (t.items > resident) {
+    // A number that shares no factor with the items of a tile, so that every block gets all classes.
     while (std::gcd(blocks, t.classes * t.channel_blocks) != 1) --blocks;
     if (blocks < resident * 9 / 10) blocks = resident;
   }
@@ -181,22 +193,28 @@ cudaError_t launch_flat_products(const FlatGemmTile& t, const FlatGemmParams& p,
 cudaError_t launch_flat_tile(const Problem& problem, const FlatGemmTile& t, const void* input, const void* weight,
                              const void* bias, void* output, void* workspace, cudaStream_t stream) {
   int stages = 0;
-  const FlatGemmParams p = flat_params(problem, t, input, weight, bias, output, workspace, stages);
+  FlatGemmParams p = flat_params(problem, t, input, weight, bias, output, workspace, stages);
   const bool channels_last = problem.layout == Layout::kChannelsLast;
   cudaError_t error = problem.allow_tf32 ? launch_flat_pack<false>(problem, t, p, stages, stream)
                                          : launch_flat_pack<true>(problem, t, p, stages, stream);
   if (error != cudaSuccess) return error;
+  const auto launch = [&](auto three, auto last) {
+    constexpr bool kThree = decltype(three)::value, kChannelsLast = decltype(last)::value;
+    return t.split ? launch_flat_products<kThree, kChannelsLast, true>(t, p, stream)
+                   : launch_flat_products<kThree, kChannelsLast, false>(t, p, stream);
+  };
   if (problem.allow_tf32) {
-    return channels_last ? launch_flat_products<false, true>(t, p, stream)
-                         : launch_flat_products<false, false>(t, p, stream);
+    return channels_last ? launch(std::false_type{}, std::true_type{}) : launch(std::false_type{}, std::false_type{});
   }
-  return channels_last ? launch_flat_products<true, true>(t, p, stream)
-                       : launch_flat_products<true, false>(t, p, stream);
+  return channels_last ? launch(std::true_type{}, std::true_type{}) : launch(std::true_type{}, std::false_type{});
 }
 
 }  // namespace
 
-int64_t flat_gemm_workspace(const Problem& problem) { return flat_packed_bytes(problem, flat_gemm_tile(problem)); }
+int64_t flat_gemm_workspace(const Problem& problem) {
+  const FlatGemmTile t = flat_gemm_tile(problem);
+  return flat_packed_bytes(problem, t) + flat_partial_bytes(t);
+}
 
 cudaError_t launch_flat_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, void* workspace, cudaStream_t stream) {

@@ -35,6 +35,40 @@ __device__ __forceinline__ FlatGemmItem find_item(const FlatGemmParams& p, int i
   return item;
 }
 
+// What a block makes, one after the other: items, or, kSplit, an equal share of all items' stages and chunks (units).
+// Shares are made from their ends, so that what other blocks need is ready early, and a block waits for earlier ones.
+template <bool kSplit>
+struct FlatGemmSchedule {
+  int at, end;
+  int index;        // of the item
+  int from, count;  // its stages and chunks
+
+  __device__ __forceinline__ static int first_unit(const FlatGemmParams& p, int block) {
+    return block * p.share + min(block, p.longer_shares);
+  }
+  __device__ __forceinline__ void begin(const FlatGemmParams& p) {
+    at = kSplit ? first_unit(p, blockIdx.x + 1) : blockIdx.x;
+    end = kSplit ? first_unit(p, blockIdx.x) : p.items;
+  }
+  __device__ __forceinline__ bool next(const FlatGemmParams& p) {
+    if constexpr (kSplit) {
+      if (at <= end) return false;
+      from = at - 1;
+      index = p.units(from);
+      count = min(from + 1, at - end);
+      from += 1 - count;
+      at -= count;
+    } else {
+      if (at >= end) return false;
+      index = at;
+      from = 0, count = find_item(p, index).of(p).stages * p.chunks;
+      at += gridDim.x;
+    }
+    return true;
+  }
+  __device__ __forceinline__ FlatGemmItem item(const FlatGemmParams& p) const { return find_item(p, index); }
+};
+
 // Coordinates of a position: batch entry, then one an axis.
 struct FlatGemmPlace {
   int n, at[3];

@@ -68,15 +68,16 @@ struct FlatGemmRound {
 
 // The sequence of rounds of all items of the block. A thread has a granule of every kTurn-th position. Contiguous: the
 // lanes of a warp have neighbouring positions; channels-last: four lanes share one.
-template <bool kThree, bool kChannelsLast>
+template <bool kThree, bool kChannelsLast, bool kSplit>
 struct FlatGemmWalk {
   static constexpr int kLoaders = kFlatGemmLoaders<kThree>, kTurn = kLoaders / 4;
   static constexpr int kUnits = kThree ? 4 : 6;  // granules of a round
   using Values = float[kUnits][4];
 
-  int index, stage, end, first_entry, begin;
-  int left;  // channels, from the chunk on
-  FlatGemmItem item;
+  FlatGemmSchedule<kSplit> schedule;
+  bool fresh;  // a stage begins
+  int stage, begin;
+  int left;                      // channels, from the chunk on
   const float* base;             // the thread's first channel in the chunk
   const unsigned char* weights;  // of the stage and the chunk
   int bytes;                     // of them
@@ -87,16 +88,14 @@ struct FlatGemmWalk {
     return kChannelsLast ? thread / 4 : thread % 32 + thread / 128 * 32;
   }
 
-  __device__ __forceinline__ void seek(const FlatGemmParams& p, int first) {
-    for (index = first; index < p.items; index += gridDim.x) {
-      item = find_item(p, index);
-      stage = item.of(p).first_stage;
-      end = stage + item.of(p).stages;
-      begin = 0, left = p.group_in;
-      if (stage == end) continue;  // no taps
-      first_entry = find_place(p, item.first).n;
-      return;
-    }
+  // Goes on to the next item that has taps.
+  __device__ __forceinline__ void seek(const FlatGemmParams& p) {
+    do {
+      schedule.count = 0;
+    } while (schedule.next(p) && schedule.count == 0);
+    const int whole = schedule.from / p.chunks, chunk = schedule.from - whole * p.chunks;
+    if (schedule.count > 0) stage = schedule.item(p).of(p).first_stage + whole;
+    begin = 0, left = p.group_in - chunk * kFlatGemmChannels, fresh = true;
   }
 
   // Whole units of a warp that are beyond the staged positions are left out.
@@ -136,21 +135,23 @@ struct FlatGemmWalk {
   __device__ __forceinline__ void begin_stage(const FlatGemmParams& p, int thread, int* table) {
     constexpr int kTapBytes = kFlatGemmTapBytes * (kThree ? 2 : 1);
     const FlatGemmStage& of = p.stage[stage];
+    const FlatGemmItem item = schedule.item(p);
+    const int first_entry = find_place(p, item.first).n;
     meet_group<kLoaders>(3);  // everyone has done with the table before
     fill_positions<kLoaders>(p, item, of, first_entry, thread, table);
     meet_group<kLoaders>(3);
+    const int channel = p.group_in - left, taps = of.taps[0] + of.taps[1];
     base = p.input + first_entry * p.in.batch +
-           (static_cast<int64_t>(item.group) * p.group_in + granule(thread) * 4) * p.in.channel;
-    bytes = (of.taps[0] + of.taps[1]) * kTapBytes;
+           (static_cast<int64_t>(item.group) * p.group_in + channel + granule(thread) * 4) * p.in.channel;
+    bytes = taps * kTapBytes;
     const int64_t before = static_cast<int64_t>(item.group * p.channel_blocks.divisor + item.channel_block) * p.taps;
-    weights = p.packed + (before + of.first_tap) * p.chunks * kTapBytes;
+    weights = p.packed + ((before + of.first_tap) * p.chunks + channel / kFlatGemmChannels * taps) * kTapBytes;
   }
 
   // Starts the loads of a round and goes on.
   __device__ __forceinline__ FlatGemmRound load(const FlatGemmParams& p, int thread, int* table, Values& x) {
     FlatGemmRound round{nullptr, 0, 0, false};
-    if (index >= p.items) return round;
-    const bool fresh = left == p.group_in && begin == 0;
+    if (schedule.count == 0) return round;
     if (fresh) begin_stage(p, thread, table);
     if (fresh || p.staged > kUnits * kTurn) {
       const int first = begin + first_position(thread);
@@ -164,6 +165,7 @@ struct FlatGemmWalk {
     } else {
       load_narrow<false>(p, left - granule(thread) * 4, x);
     }
+    fresh = false;
     round = {weights, bytes, begin, false};
     begin += kUnits * kTurn;
     if (begin < p.staged) return round;
@@ -172,17 +174,16 @@ struct FlatGemmWalk {
     base += kFlatGemmChannels * p.in.channel;
     weights += bytes;
     left -= kFlatGemmChannels;
-    if (left > 0) return round;
-    left = p.group_in;
-    if (++stage == end) seek(p, index + gridDim.x);
+    if (left <= 0) ++stage, left = p.group_in, fresh = true;
+    if (--schedule.count == 0) seek(p);
     return round;
   }
 };
 
 // Loads what all items of the block need, a round ahead of what is stored.
-template <bool kThree, bool kChannelsLast>
+template <bool kThree, bool kChannelsLast, bool kSplit>
 __device__ __forceinline__ void load_items(const FlatGemmParams& p, int thread, unsigned char* shared) {
-  using Walk = FlatGemmWalk<kThree, kChannelsLast>;
+  using Walk = FlatGemmWalk<kThree, kChannelsLast, kSplit>;
   const FlatGemmBarriers barriers{shared_address(shared) + p.barriers_at, p.stages};
   int* const table = reinterpret_cast<int*>(shared + p.table_at);
   int place = 0, parity = 0;
@@ -210,7 +211,9 @@ __device__ __forceinline__ void load_items(const FlatGemmParams& p, int thread, 
     if (++place == p.stages) place = 0, parity ^= 1;
   };
   Walk walk;
-  walk.seek(p, blockIdx.x);
+  walk.schedule.begin(p);
+  walk.schedule.from = 0;
+  walk.seek(p);
   typename Walk::Values even, odd;
   FlatGemmRound first = walk.load(p, thread, table, even);
   if (thread == 0) wait_for_launch_before();  // for the packed weights

@@ -26,6 +26,9 @@ __global__ void __launch_bounds__(kFlatGemmPackThreads)
   extern __shared__ float staged[];
   __shared__ short2 order[kFlatGemmMaxTaps];
   let_next_launch_start();
+  if (p.split && blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < 2 * kFlatGemmMaxBlocks; i += kFlatGemmPackThreads) p.flags[i] = 0;
+  }
   constexpr int kTapBytes = kFlatGemmTapBytes * (kThree ? 2 : 1);
   int column = blockIdx.x;
   int chunk = q.columns(column);

@@ -36,10 +36,16 @@ struct FlatGemmParams {
   FlatGemmAxisParams axis[3];
   FastDivide channel_blocks, class_count, tiles;
   int items;
+  // Split: blocks get equal shares of all items' stages and chunks, `units` an item.
+  bool split;
+  FastDivide units;
+  int share, longer_shares;  // units of a block; the first blocks have one more
+  float* partial;
+  int* flags;
   int batch;
   bool pairs;
+  bool chains;  // float32 products are added in longer chains
   int group_in, group_out;
-  int positions;      // of the walk
   int cells, staged;  // positions of an item
   int half, unit;     // the first cell of the second warpgroup, and of a warpgroup's second unit
   int chunks, taps;

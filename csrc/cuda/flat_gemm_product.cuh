@@ -19,7 +19,7 @@ __device__ __forceinline__ uint64_t line_operand(uint32_t address) {
   FASTCONVT_FLAT4(d, i), FASTCONVT_FLAT4(d, i + 1), FASTCONVT_FLAT4(d, i + 2), FASTCONVT_FLAT4(d, i + 3)
 
 // d = d * keep + weights * cells, in flight until wgmma_wait().
-template <bool kKeep>
+template <bool kKeep = true>
 __device__ __forceinline__ void start_product(FlatGemmSums& d, uint64_t weights, uint64_t cells) {
 #ifdef FASTCONVT_PHASE_GEMM
   asm volatile(
@@ -36,8 +36,8 @@ __device__ __forceinline__ void start_product(FlatGemmSums& d, uint64_t weights,
 
 // sum += one tap of a chunk: two products.
 __device__ __forceinline__ void add_tap(FlatGemmSums& sum, uint64_t weights, uint64_t cells) {
-  start_product<true>(sum, weights, cells);
-  start_product<true>(sum, weights + 2, cells + 2);
+  start_product(sum, weights, cells);
+  start_product(sum, weights + 2, cells + 2);
 }
 
 // The stage's taps of one unit, TF32. A tap is a group of products.
@@ -64,15 +64,45 @@ __device__ __forceinline__ void add_unit_three(FlatGemmSums& sum, const FlatGemm
     const uint64_t a = cells + tap[i].offset * 4, b = cells + tap[both ? i + 1 : i].offset * 4;
     wgmma_fence();
     start_product<false>(part, weights + kRest, a);
-    start_product<true>(part, weights + kRest + 2, a + 2);
-    start_product<true>(part, weights, a + rest);
-    start_product<true>(part, weights + 2, a + 2 + rest);
+    start_product(part, weights + kRest + 2, a + 2);
+    start_product(part, weights, a + rest);
+    start_product(part, weights + 2, a + 2 + rest);
     if (both) {
       add_tap(part, weights + kTap + kRest, b);
       add_tap(part, weights + kTap, b + rest);
       add_tap(part, weights + kTap, b);
     }
     add_tap(part, weights, a);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) sum[j][q] += part[j][q];
+  }
+}
+
+// The same for sums of 64 products: fewer float32 sums, which long sums of equal terms need.
+__device__ __forceinline__ void add_unit_chains(FlatGemmSums& sum, const FlatGemmTap* tap, int taps, uint64_t weights,
+                                                uint64_t cells, int rest) {
+  constexpr int kRest = kFlatGemmTapBytes >> 4, kTap = 2 * kRest;
+#pragma unroll 1
+  for (int i = 0; i < taps; i += kFlatGemmChain, weights += kFlatGemmChain * kTap) {
+    FlatGemmSums part;
+    const int count = min(kFlatGemmChain, taps - i);
+    const uint64_t first = cells + tap[i].offset * 4;
+    wgmma_fence();
+    start_product<false>(part, weights + kRest, first);
+    start_product(part, weights + kRest + 2, first + 2);
+    add_tap(part, weights, first + rest);
+#pragma unroll 1
+    for (int j = 1; j < count; ++j) {
+      const uint64_t of_tap = cells + tap[i + j].offset * 4, w = weights + j * kTap;
+      add_tap(part, w + kRest, of_tap);
+      add_tap(part, w, of_tap + rest);
+    }
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) add_tap(part, weights + j * kTap, cells + tap[i + j].offset * 4);
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll

@@ -87,26 +87,20 @@ __device__ __forceinline__ void store_two(float* to, float a, float b) {
   }
 }
 
-// Contiguous, two phases side by side: `out` is the channel's first output.
-__device__ __forceinline__ void store_pairs(float* out, int64_t place, int64_t next, float a, float b, float c,
-                                            float d) {
-  float* const to = out + (place >> 1);
-  if (place >= 0 && (place & 1) && next == place + 4 && aligned(to, 16)) return store_four(to, a, b, c, d);
-  if (place >= 0) {
-    if (place & 1) {
-      store_two(to, a, b);
-    } else {
-      *to = a;
-    }
+// Channels-last: one or two channels of a cell.
+__device__ __forceinline__ void store_channels(float* to, float a, float b, const float (&term)[2], int channels) {
+  if (channels == 2) {
+    store_two(to, a + term[0], b + term[1]);
+  } else {
+    *to = a + term[0];
   }
-  float* const second = out + (next >> 1);
-  if (next >= 0) {
-    if (next & 1) {
-      store_two(second, c, d);
-    } else {
-      *second = c;
-    }
-  }
+}
+
+// Contiguous, two phases side by side, where the output is not aligned: `out` is the channel's first output.
+__device__ __forceinline__ void store_pair(float* out, int64_t place, float a, float b) {
+  if (place < 0) return;
+  if (place & 1) return store_two(out + (place >> 1), a, b);
+  out[place >> 1] = a;
 }
 
 // Contiguous, the phase alone.
@@ -148,7 +142,8 @@ __device__ __forceinline__ void store_runs(const FlatGemmParams& p, const FlatGe
   }
 }
 
-template <bool kChannelsLast>
+// kRuns: whether runs may go through shared memory.
+template <bool kChannelsLast, bool kRuns>
 __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGemmItem& item,
                                            const FlatGemmSums (&sum)[2], const int64_t* places, int first_cell,
                                            float* staging) {
@@ -168,7 +163,7 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
     for (int j = 0; j < 16; ++j)
 #pragma unroll
       for (int q = 0; q < 4; ++q) probe = fmaf(sum[u][j][q], 0.f, probe);
-  if (!kChannelsLast && p.runs) {
+  if (!kChannelsLast && kRuns && p.runs) {
     store_runs(p, sum, places, staging + threadIdx.x / 32 * 16 * kFlatGemmRunPitch,
                out - lane.channel % 16 * p.out.channel, min(16, p.group_out - warp_first), term);
   } else if (!kChannelsLast && p.quads) {
@@ -189,19 +184,24 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
       const int64_t *const at = places + j * 8 + lane.cell, place = at[0], next = at[1];
       if constexpr (kChannelsLast) {
 #pragma unroll
-        for (int u = 0; u < 2; ++u)
+        for (int e = 0; e < 2; ++e) {
+          const int64_t of = e == 0 ? place : next;
+          if (of >= 0) store_channels(out + (of >> 1), sum[0][j][e], sum[0][j][2 + e], term, channels);
+        }
+        if (p.pairs) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const int64_t of = u == 0 ? (e == 0 ? place : next) : at[p.unit + e];
-            if (of < 0) continue;
-            float* const to = out + (of >> 1);
-            const float a = epilogue(sum[u][j][e], term[0]), b = epilogue(sum[u][j][2 + e], term[1]);
-            if (channels == 2) {
-              store_two(to, a, b);
-            } else {
-              *to = a;
-            }
+            const int64_t of = e == 0 ? place : next;
+            if (of < 0 || !(of & 1)) continue;
+            store_channels(out + (of >> 1) + p.out.axis[2], sum[1][j][e], sum[1][j][2 + e], term, channels);
           }
+        } else {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int64_t of = at[p.unit + e];
+            if (of >= 0) store_channels(out + (of >> 1), sum[1][j][e], sum[1][j][2 + e], term, channels);
+          }
+        }
       } else {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -210,7 +210,8 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
           const float a = epilogue(sum[0][j][2 * r], term[r]), b = epilogue(sum[1][j][2 * r], term[r]);
           const float c = epilogue(sum[0][j][2 * r + 1], term[r]), d = epilogue(sum[1][j][2 * r + 1], term[r]);
           if (p.pairs) {
-            store_pairs(to, place, next, a, b, c, d);
+            store_pair(to, place, a, b);
+            store_pair(to, next, c, d);
           } else {
             store_neighbours(to, place, next, a, c);
             store_neighbours(to, at[p.unit], at[p.unit + 1], b, d);
@@ -227,7 +228,8 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
     const int64_t place = places[cell];
     if (place < 0 || (u == 1 && p.pairs && !(place & 1))) continue;
     const int unit = p.pairs ? u : 0;
-    repair_output(p, item, out + r * p.out.channel + (place >> 1) + unit, first + r, first_cell + cell, unit);
+    repair_output(p, item, out + r * p.out.channel + (place >> 1) + unit * p.out.axis[2], first + r, first_cell + cell,
+                  unit);
   }
 }
 
@@ -244,8 +246,12 @@ __device__ __forceinline__ void store_constants(const FlatGemmParams& p, const F
     const int channel = thread % kFlatGemmRows;
     if (channel >= channels) return;
     const float value = epilogue(0.f, epilogue.channel_term(of_all + channel));
-    for (int i = thread / kFlatGemmRows; i < cells; i += kFlatGemmGroup / kFlatGemmRows) {
-      if (places[i] >= 0) p.output[(places[i] >> 1) + of_all + channel] = value;
+    const int units = p.pairs ? 2 : 1;
+    for (int i = thread / kFlatGemmRows; i < cells * units; i += kFlatGemmGroup / kFlatGemmRows) {
+      const int unit = p.pairs ? i % 2 : 0;
+      const int64_t place = places[i / units];
+      if (place < 0 || (unit == 1 && !(place & 1))) continue;
+      p.output[(place >> 1) + unit * p.out.axis[2] + of_all + channel] = value;
     }
   } else {
 #pragma unroll

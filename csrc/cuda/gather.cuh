@@ -149,16 +149,26 @@ class GatherKernel {
       const Acc* const x = inputs + entry.x;
       const Acc* const w = weights + e * p.tile.channels * p.tile.weight_row;
       const bool leading = (entry.y & (entry.y + 1)) == 0;
-      dispatch_phases<0>(leading, entry.y, x, w, count);
       if constexpr (Traits::kLong) {
-        run_length += count;
-        if (run_length < kGatherRun) continue;
-        add_up([](Acc& sum, Acc& a) {
-          const Acc next = sum + a, lost = a - (next - sum);
-          sum = next, a = isfinite(next) ? lost : Acc{0};
-        });
-        run_length = 0;
+        compute_runs(leading, entry.y, x, w, count);
+      } else {
+        dispatch_phases<0>(leading, entry.y, x, w, count);
       }
+    }
+  }
+
+  // Long sums: some kGatherRun products at a time.
+  __device__ void compute_runs(bool leading, int mask, const Acc* x, const Acc* w, int count) {
+    for (int v = 0; v < count; v += kGatherRun) {
+      const int run = min(count - v, kGatherRun);
+      dispatch_phases<0>(leading, mask, x + v * p.tile.input_pitch, w + v * p.tile.weight_row, run);
+      run_length += run;
+      if (run_length < kGatherRun) continue;
+      add_up([](Acc& sum, Acc& a) {
+        const Acc next = sum + a, lost = a - (next - sum);
+        sum = next, a = isfinite(next) ? lost : Acc{0};
+      });
+      run_length = 0;
     }
   }
 

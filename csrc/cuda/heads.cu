@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "dispatch.h"
+#include "heads_box.h"
 #include "heads_window.h"
 #include "launchers.h"
 #include "occupancy.h"
@@ -155,14 +156,23 @@ cudaError_t dispatch_heads(HeadsParams& p, const HeadsTile& tile, cudaStream_t s
   }
 }
 
+bool has_capability_90() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
+}
+
 }  // namespace
 
 cudaError_t launch_heads(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                          cudaStream_t stream) {
   if (problem.out_elements() == 0) return cudaSuccess;
-  const HeadsChoice choice = heads_choose(problem);
+  const HeadsChoice choice = heads_choose(problem, has_capability_90());
   if (!choice.refusal.empty()) return cudaErrorNotSupported;
-  if (choice.windows) return launch_heads_window(problem, input, weight, bias, output, stream);
+  if (choice.way == HeadsWay::kWindows) return launch_heads_window(problem, input, weight, bias, output, stream);
+  if (choice.way == HeadsWay::kBox) return launch_heads_box(problem, input, weight, bias, output, stream);
   const HeadsTile& tile = choice.tile;
   HeadsParams p = heads_params(problem, tile, input, weight, bias, output);
   return dispatch_precision<HeadsPrecision>(problem, [&](auto tag, auto precision) {

@@ -72,7 +72,7 @@ struct HeadsGradientParams {
   HeadsCopy input_copy;
   int store_bytes;  // of the input's gradient, at a time
   int stages, grad_bytes, stage_bytes;
-  bool bias_by_pairs;
+  bool bias_by_pairs, bias_by_ones;  // by ones: by pairs, of a channel of ones
   int bias_items, bias_parts;
   FastDivide by_bias_chunks;
   int splits;

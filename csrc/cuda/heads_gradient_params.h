@@ -111,7 +111,7 @@ inline HeadsGradientParams heads_gradient_params(const Problem& problem, const H
   p.stage_bytes = static_cast<int>(tile.grad_bytes + tile.input_bytes);
   p.bias_items = static_cast<int>(tile.bias_items);
   const int64_t items = p.channels_last ? ceil_div(problem.out_channels_per_group(), int64_t{32}) : p.group_out;
-  p.bias_by_pairs = heads_bias_by_pairs(problem);
+  p.bias_by_pairs = heads_bias_by_pairs(problem), p.bias_by_ones = heads_bias_by_ones(problem, tile);
   p.bias_parts = static_cast<int>(tile.bias_items / items);
   p.by_bias_chunks = fast_divide(static_cast<int>(items));
   int place = static_cast<int>(tile.fragments);

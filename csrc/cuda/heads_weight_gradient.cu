@@ -82,7 +82,8 @@ cudaError_t launch_heads_weight_gradient(const Problem& problem, const void* gra
     };
     cudaError_t error;
     if (tile.channels == 16) {
-      error = tile.pairs <= 48 ? launch_tile(Int<1>{}, Int<6>{}) : launch_tile(Int<1>{}, Int<10>{});
+      constexpr int kFewest = sizeof(T) == 2 ? 5 : 6;  // float32 takes two columns at a time
+      error = tile.pairs <= 8 * kFewest ? launch_tile(Int<1>{}, Int<kFewest>{}) : launch_tile(Int<1>{}, Int<10>{});
     } else {
       error = tile.pairs <= 32   ? launch_tile(Int<2>{}, Int<4>{})
               : tile.pairs <= 48 ? launch_tile(Int<2>{}, Int<6>{})

@@ -25,8 +25,10 @@ class HeadsWeightGradient {
   using T = typename Traits::Element;
   static constexpr bool kSplit = Traits::kOperands == HeadsOperands::kSplit;
   static constexpr int kRows = Traits::kRows, kColumns = Traits::kColumns;
-  static constexpr int kChunk = 16;                                          // positions
-  static constexpr int kGroup = kColumns == 6 ? 6 : kColumns == 10 ? 5 : 4;  // columns whose operands are in registers
+  static constexpr int kChunk = 16;  // positions
+  static constexpr int kGroup = kColumns == 6       ? 6
+                                : kColumns % 5 == 0 ? 5
+                                                    : 4;  // columns whose operands are in registers
   static constexpr bool kOffsetsInRegisters = kRows * kColumns < (kSplit ? 12 : 16);
 
   const HeadsGradientParams& p;
@@ -53,7 +55,8 @@ class HeadsWeightGradient {
         channel_step(p.channels_last ? sizeof(T) : sizeof(T) * p.input_pitch),
         position_step(p.channels_last ? sizeof(T) * p.input_pitch : sizeof(T)),
         input_offset(first_offset()),
-        adds_pairs(p.bias_partial != nullptr && p.bias_by_pairs && kind.channel == 0 && first_channel == 0) {}
+        adds_pairs(p.bias_partial != nullptr && p.bias_by_pairs && !p.bias_by_ones && kind.channel == 0 &&
+                   first_channel == 0) {}
 
   __device__ void run() {
     const int pairs = min(p.chunk_pairs, p.pairs - kind.pair);
@@ -77,6 +80,7 @@ class HeadsWeightGradient {
           unsigned char* to = shared + p.first_stage + stage * p.stage_bytes;
           heads_stage_grads<T>(p, box, shared, to);
           stage_inputs(box, reinterpret_cast<T*>(to + p.grad_bytes));
+          if (p.bias_partial != nullptr && p.bias_by_ones) stage_ones(box, reinterpret_cast<T*>(to + p.grad_bytes));
         },
         [&](const HeadsBox& box, int stage) {
           const unsigned char* from = shared + p.first_stage + stage * p.stage_bytes;
@@ -153,6 +157,16 @@ class HeadsWeightGradient {
         }
       }
     });
+  }
+
+  // The channel after the group's: ones where there are positions.
+  __device__ __forceinline__ void stage_ones(const HeadsBox& box, T* stage) const {
+    const HeadsPlace* places = reinterpret_cast<const HeadsPlace*>(shared + p.place_table);
+    const int step = p.channels_last ? p.input_pitch : 1;
+    T* const ones = stage + p.group_in * (p.channels_last ? 1 : p.input_pitch);
+    for (int i = threadIdx.x; i < p.positions; i += kHeadsGradientThreads) {
+      ones[i * step] = from_accumulator<T>(places[i].exists(box) ? 1.f : 0.f);
+    }
   }
 
   // Where this lane's operands lie from those of channel 0 and position 0: ldmatrix takes rows of 8 channels, or
@@ -332,6 +346,15 @@ class HeadsWeightGradient {
       return;
     }
     float* saved = reinterpret_cast<float*>(shared + p.first_stage);
+    if (p.bias_by_ones) {
+      // Those of the channel of ones, by the warps that have it, are beside the weight's.
+      constexpr int kSums = kRows * kColumns * 128;
+      const int owner = p.group_in / (16 * kRows), m = p.group_in / 16 % kRows, r = p.group_in % 16;
+      bias.store_pairs(saved + owner * kSums, channel_warps * kSums, position_warps, pairs, [&](int pair) {
+        return ((m * kColumns + pair / 8) * 4 + r / 8 * 2 + pair % 2) * 32 + r % 8 * 4 + pair % 8 / 2;
+      });
+      return;
+    }
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -341,7 +364,7 @@ class HeadsWeightGradient {
       if (column == 0 && first_channel == 0) saved[first_chunk * kColumns * 8 + n * 8 + row] = sum;
     }
     __syncthreads();
-    bias.store_pairs(saved, kColumns * 8, position_warps, pairs);
+    bias.store_pairs(saved, kColumns * 8, position_warps, pairs, [](int pair) { return pair; });
   }
 };
 

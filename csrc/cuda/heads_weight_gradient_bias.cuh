@@ -96,8 +96,10 @@ class HeadsBias {
     }
   }
 
-  // From the sums of this block's pairs by `warps` warps, `pitch` apart.
-  __device__ __forceinline__ void store_pairs(const float* pair_sums, int pitch, int warps, int pairs) const {
+  // From the sums of this block's pairs by `warps` warps, `pitch` apart, each with that of a pair at place(pair).
+  template <typename Place>
+  __device__ __forceinline__ void store_pairs(const float* pair_sums, int pitch, int warps, int pairs,
+                                              Place place) const {
     const int taps = p.pairs / p.group_out;
     for (int channel = threadIdx.x; channel < p.group_out; channel += kHeadsGradientThreads) {
       float sum = 0;
@@ -112,7 +114,7 @@ class HeadsBias {
           counts = counts && static_cast<unsigned>(tap - p.axis[a].padding) < p.axis[a].stride;
         }
         if (!counts) continue;
-        for (int w = 0; w < warps; ++w) sum += pair_sums[w * pitch + pair];
+        for (int w = 0; w < warps; ++w) sum += pair_sums[w * pitch + place(pair)];
       }
       put(channel, sum);
     }

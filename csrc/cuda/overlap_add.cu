@@ -1,5 +1,6 @@
 // The overlap-add family, host side: parameters of a problem and the template instance that runs it.
 #include "overlap_add.cuh"
+#include "overlap_add_wide.cuh"
 
 #include "dispatch.h"
 #include "launchers.h"
@@ -56,41 +57,53 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
   p.held_positions = static_cast<int>(tile.held_positions);
   p.steps = static_cast<int>(tile.steps), p.stage_steps = static_cast<int>(tile.stage_steps);
   p.fragments = static_cast<int>(tile.fragments);
-  p.entry_count = static_cast<int>(tile.entry_count()), p.support_count = static_cast<int>(tile.support_count());
+  p.entry_count = tile.wide ? 0 : static_cast<int>(tile.entry_count()),
+  p.support_count = static_cast<int>(tile.support_count());
   p.weight_channel = problem.out_channels_per_group() * problem.kernel_positions();
   p.half_bytes = static_cast<int>(round_up(tile.held_positions, int64_t{8})) * 16;
+  p.step_weights = static_cast<int>(tile.step_bytes - tile.fragments * overlap_add_fragment_bytes(tile.strict));
   p.step_bytes = static_cast<int>(tile.step_bytes), p.stage_bytes = static_cast<int>(tile.stage_bytes);
   p.entries = static_cast<int>(tile.entries), p.positions = static_cast<int>(tile.positions);
-  p.weights = static_cast<int>(tile.weights);
+  p.weights = static_cast<int>(tile.weights), p.pointers = static_cast<int>(tile.pointers);
   p.channels_last = problem.layout == Layout::kChannelsLast;
   const int64_t vector = 16 / problem.element_size();
   p.granules = p.channels_last && problem.in_channels % vector == 0 && p.group_in % vector == 0 &&
                reinterpret_cast<uintptr_t>(input) % 16 == 0;
+  if (tile.wide) {
+    p.chunks = static_cast<int>(tile.chunks), p.block_tiles = static_cast<int>(tile.block_tiles);
+    p.all_tiles = static_cast<int>(tile.all_tiles);
+    p.tiles = static_cast<int>(tile.spans[0] * tile.spans[1] * tile.spans[2]);
+    p.taps = static_cast<int>(problem.kernel_positions()), p.tile_taps = p.taps * p.span_channels;
+    p.by_chunks = fast_divide(p.chunks), p.by_tiles = fast_divide(p.tiles);
+    const Axis& width = problem.axis[2];
+    p.vectors = !p.channels_last && tile.span[2] % 2 == 0 && width.stride % 2 == 0 && width.out() % 2 == 0 &&
+                p.axis[2].first % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * problem.element_size()) == 0;
+  }
   p.lead = static_cast<int>(tile.lead);
   p.pairs = tile.pairs && reinterpret_cast<uintptr_t>(input) % (2 * problem.element_size()) == 0;
   p.by_groups = fast_divide(p.groups);
-  p.by_entries = fast_divide(p.entry_count), p.by_support = fast_divide(p.support_count);
+  p.by_entries = fast_divide(std::max(p.entry_count, 1)), p.by_support = fast_divide(p.support_count);
   p.by_column_blocks = fast_divide(static_cast<int>(tile.column_blocks));
   return p;
 }
 
-template <class Traits>
-cudaError_t launch(const OverlapAddParams& p, const OverlapAddTile& tile, cudaStream_t stream) {
+cudaError_t launch(void (*kernel)(OverlapAddParams), const OverlapAddParams& p, const OverlapAddTile& tile,
+                   cudaStream_t stream) {
   const int shared = static_cast<int>(tile.shared_bytes),
             threads = static_cast<int>(tile.team_warps() * tile.teams) * 32;
   int blocks = 0;
-  const cudaError_t error =
-      count_resident_blocks(overlap_add_kernel<Traits>, threads, shared, kOverlapAddShared, blocks);
+  const cudaError_t error = count_resident_blocks(kernel, threads, shared, kOverlapAddShared, blocks);
   if (error != cudaSuccess) return error;
   const int grid = static_cast<int>(tile.boxes * tile.column_blocks) * p.groups;
-  overlap_add_kernel<Traits><<<grid, threads, shared, stream>>>(p);
+  kernel<<<grid, threads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <typename T, OverlapAddPrecision kPrecision>
 cudaError_t dispatch_overlap_add(const OverlapAddParams& p, const OverlapAddTile& tile, cudaStream_t stream) {
-  if (tile.warp_columns == 3) return launch<OverlapAddTraits<T, kPrecision, 3>>(p, tile, stream);
-  return launch<OverlapAddTraits<T, kPrecision, 2>>(p, tile, stream);
+  if (tile.wide) return launch(overlap_add_wide_kernel<OverlapAddWideTraits<T, kPrecision>>, p, tile, stream);
+  if (tile.warp_columns == 3) return launch(overlap_add_kernel<OverlapAddTraits<T, kPrecision, 3>>, p, tile, stream);
+  return launch(overlap_add_kernel<OverlapAddTraits<T, kPrecision, 2>>, p, tile, stream);
 }
 
 }  // namespace

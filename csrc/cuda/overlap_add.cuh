@@ -22,6 +22,7 @@ struct OverlapAddTraits {
 template <class Traits>
 class OverlapAddKernel {
   using T = typename Traits::Element;
+  static constexpr bool kStrict = Traits::kPrecision == OverlapAddPrecision::kFloat32;
   static constexpr int kRows = Traits::kRows, kTiles = Traits::kTiles, kWarpRows = kRows * 16;
   using Sums = float[kTiles][kRows][4];
   using Operands = OverlapAddOperands<kRows, kTiles>;
@@ -41,7 +42,7 @@ class OverlapAddKernel {
         column_warp(team_warp / p.row_warps) {}
 
   __device__ void run() {
-    const OverlapAddStage<T, Traits::kPrecision, kTiles> stage(p, shared);
+    OverlapAddStage<T, Traits::kPrecision, kTiles> stage(p, shared);
     uint32_t rows[kRows];
     find_rows(rows);
     Sums sum = {};
@@ -49,16 +50,24 @@ class OverlapAddKernel {
     // A team copies and multiplies on its own; meanwhile others multiply.
     const int threads = p.row_warps * p.column_warps * 32, thread = team_warp * 32 + lane;
     unsigned char* const target = shared + team * p.stage_bytes;
-    for (int first = team * p.stage_steps; first < p.steps; first += p.teams * p.stage_steps) {
-      const int steps = min(p.stage_steps, p.steps - first);
-      for (int i = 0; i < steps; ++i) stage.copy_step(first + i, target + i * p.step_bytes, thread, threads);
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      sync_team(threads);
-      for (int i = 0; i < steps; ++i) multiply_step(rows, team * p.stage_bytes + i * p.step_bytes, sum);
-      sync_team(threads);
+    int first = team * p.stage_steps;
+    for (bool begun = false;; begun = true) {
+      // Strictly, few additions come one after the other: a team that is alone adds its sum to the output then.
+      int adds = 0;
+      for (; first < p.steps && (!kStrict || p.teams > 1 || adds < kOverlapAddAdds); first += p.teams * p.stage_steps) {
+        const int steps = min(p.stage_steps, p.steps - first);
+        for (int i = 0; i < steps; ++i) stage.copy_step(first + i, target + i * p.step_bytes, thread, threads);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        sync_team(threads);
+        for (int i = 0; i < steps; ++i) multiply_step(rows, team * p.stage_bytes + i * p.step_bytes, sum);
+        sync_team(threads);
+        adds += steps * p.support_count;
+      }
+      const bool end = !kStrict || first >= p.steps;
+      if (p.teams > 1) add_teams(sum, thread, threads);
+      store(sum, begun, end);
+      if (end) return;
     }
-    if (p.teams > 1) add_teams(sum, thread, threads);
-    store(sum);
   }
 
  private:
@@ -114,14 +123,14 @@ class OverlapAddKernel {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       operands.exists[j] = fragment[j];
-      if (fragment[j] >= 0) overlap_add_load_right(operands.right[j], weights + fragment[j]);
+      if (!kStrict && fragment[j] >= 0) overlap_add_load_right(operands.right[j], weights + fragment[j]);
     }
   }
 
   __device__ __forceinline__ void multiply_step(const uint32_t (&rows)[kRows], uint32_t step, Sums& sum) const {
     uint32_t entry = shared_address(shared) + p.entries + column_warp * p.entry_count * sizeof(OverlapAddEntry);
     const uint32_t last = entry + (p.entry_count - 1) * sizeof(OverlapAddEntry);
-    const uint32_t weights = shared_address(shared) + step + 2 * p.half_bytes + lane * 8;
+    const uint32_t weights = shared_address(shared) + step + p.step_weights + lane * (kStrict ? 16 : 8);
     Operands operands;
     load(operands, overlap_add_load_entry(entry), rows, step, weights);
     // Entries are loaded one ahead; other warps hide the loads of operands, for which registers are short.
@@ -129,12 +138,17 @@ class OverlapAddKernel {
     for (int left = p.entry_count; left > 0; --left) {
       entry = min(entry + static_cast<uint32_t>(sizeof(OverlapAddEntry)), last);
       const int4 next = overlap_add_load_entry(entry);
-      overlap_add_multiply<T, Traits::kPrecision>(operands, sum);
+      if constexpr (kStrict) {
+        overlap_add_multiply_strict(operands, weights, sum);
+      } else {
+        overlap_add_multiply<T, Traits::kPrecision>(operands, sum);
+      }
       load(operands, next, rows, step, weights);
     }
   }
 
-  __device__ __forceinline__ void store(const Sums& sum) const {
+  // At the end with the bias; before, leaves zeros. `begun`: adds to the output.
+  __device__ __forceinline__ void store(Sums& sum, bool begun, bool end) const {
     const OverlapAddBlock block(p, p.column_warps * kTiles);
     const OverlapAddOutputs<T> outputs{p, block};
     int residue[kTiles][2][3];
@@ -149,7 +163,7 @@ class OverlapAddKernel {
             outputs.find_column(column_warp * kTiles + j, lane % 4 * 2 + side, residue[j][side], channel);
         if (!exists) residue[j][side][2] = INT32_MIN / 2;  // no output
         place[j][side] = static_cast<T*>(p.output) + outputs.column_offset(residue[j][side], channel);
-        term[j][side] = exists ? outputs.bias_term(channel) : 0.f;
+        term[j][side] = exists && end ? outputs.bias_term(channel) : 0.f;
       }
     }
     float probe = 0;
@@ -158,12 +172,24 @@ class OverlapAddKernel {
       int at[4];
       const bool exists = team == 0 && outputs.find_cell(row_warp * kWarpRows + i * 8 + lane / 4, at);
       const int64_t offset = outputs.cell_offset(at);
+      bool is_output[kTiles][2];
+      float before[kTiles][2] = {};
+      // All loads before the first store.
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          if (!exists || !outputs.is_output(at, residue[j][side])) continue;
-          const float value = sum[j][i / 2][i % 2 * 2 + side];
+          is_output[j][side] = exists && outputs.is_output(at, residue[j][side]);
+          if (kStrict && begun && is_output[j][side]) before[j][side] = to_accumulator(place[j][side][offset]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const float value = sum[j][i / 2][i % 2 * 2 + side] + before[j][side];
+          if constexpr (kStrict) sum[j][i / 2][i % 2 * 2 + side] = 0;
+          if (!is_output[j][side]) continue;
           probe = fmaf(value, 0.f, probe);
           place[j][side][offset] = from_accumulator<T>(value + term[j][side]);
         }
@@ -171,6 +197,7 @@ class OverlapAddKernel {
     }
     // Inputs and weights that do not exist are zeros, which only finite factors leave without effect, and rests of
     // float32 may be NaN: both show in a sum that is not finite.
+    if (!end) return;
     if (__syncthreads_or(!(probe == 0))) overlap_add_repair<T>(p, p.column_warps * kTiles);
   }
 };

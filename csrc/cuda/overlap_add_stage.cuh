@@ -2,51 +2,17 @@
 //
 // A step of inputs is two halves of four words of 32 bits by position: 16 bytes a position, so that ldmatrix reads
 // eight neighbours without conflicts, whatever the offset. A step of weights is fragments: lane l = 4 * g + t holds
-// words t and t + 4 of column g.
+// words t and t + 4 of column g, in float32 with
+// the rests of both.
 #pragma once
 
 #include "device/shared_address.cuh"
 #include "overlap_add_params.cuh"
+#include "overlap_add_words.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-
-// 16 bits, or zero. Not by an expression, of which the compiler makes conditional ones that wait for the load.
-__device__ __forceinline__ uint32_t overlap_add_load_half(const void* source, bool exists) {
-  uint32_t word;
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.nc.u16 %0, [%1]; }"
-               : "=&r"(word)
-               : "l"(source), "r"(static_cast<int>(exists)));
-  return word;
-}
-// 16 bytes of shared memory, or zeros.
-__device__ __forceinline__ void overlap_add_copy_16(uint32_t target, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void overlap_add_load(uint32_t (&word)[4], uint32_t source) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(source)
-               : "memory");
-}
-template <int kWords>
-__device__ __forceinline__ void overlap_add_store(uint32_t target, const uint32_t (&word)[kWords]) {
-  if constexpr (kWords == 4) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(word[0]), "r"(word[1]), "r"(word[2]),
-                 "r"(word[3])
-                 : "memory");
-  } else {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(target), "r"(word[0]), "r"(word[1]) : "memory");
-  }
-}
-
-// To nearest, as a TF32 number. NaN and inf stay what they are; the largest finite values may become inf.
-__device__ __forceinline__ uint32_t overlap_add_round(uint32_t word) {
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(__uint_as_float(word)));
-  return word;
-}
 
 // What a warp does for one offset: where its inputs begin, and the fragments of its column tiles; -1: none. In bytes.
 struct alignas(16) OverlapAddEntry {
@@ -54,8 +20,11 @@ struct alignas(16) OverlapAddEntry {
   int fragment[kOverlapAddMaxTiles];
 };
 
-template <typename T, OverlapAddPrecision kPrecision, int kTiles>
+// kThree: positions are three bfloat16 terms of eight float32 channels, one after the other.
+template <typename T, OverlapAddPrecision kPrecision, int kTiles, bool kThree = false>
 class OverlapAddStage {
+  static constexpr bool kStrict = kPrecision == OverlapAddPrecision::kFloat32;
+  static constexpr int kFragmentBytes = overlap_add_fragment_bytes(kStrict);
   static constexpr bool kRounds = kPrecision == OverlapAddPrecision::kTf32;  // to TF32, on the way
   static constexpr int kHalves = 4 / sizeof(T);                              // channels of a word
   static constexpr int kBatch = sizeof(T) == 4 ? 2 : 1;                      // positions in flight
@@ -70,19 +39,26 @@ class OverlapAddStage {
   // Makes the tables, too, which are there after a barrier.
   __device__ OverlapAddStage(const OverlapAddParams& p, unsigned char* shared) : p(p), shared(shared) {
     const OverlapAddBlock block(p, p.column_warps * kTiles);
-    input = static_cast<const T*>(p.input) + block.cell[0] * p.in.batch +
-            static_cast<int64_t>(block.group) * p.group_in * p.in.channel;
+    const T* input = static_cast<const T*>(p.input) + block.cell[0] * p.in.batch +
+                     static_cast<int64_t>(block.group) * p.group_in * p.in.channel;
 #pragma unroll
     for (int a = 0; a < 3; ++a) input += min(max(first_input(block, a), 0), p.axis[a].in - 1) * p.in.axis[a];
-    weight = static_cast<const T*>(p.weight) + static_cast<int64_t>(block.group) * p.group_in * p.weight_channel;
+    // In shared memory, since registers are short.
+    if (threadIdx.x == 0) {
+      const T** const pointers = reinterpret_cast<const T**>(shared + p.pointers);
+      pointers[0] = input;
+      pointers[1] = static_cast<const T*>(p.weight) + static_cast<int64_t>(block.group) * p.group_in * p.weight_channel;
+    }
     make_entries(block);
     make_weight_offsets(block);
     make_positions(block);
   }
 
   // Copies step `step` to `target`, by a team; it is there after the team's copies have arrived and its next barrier.
-  __device__ __forceinline__ void copy_step(int step, unsigned char* target, int thread, int threads) const {
-    const uint32_t to = shared_address(target), to_weights = to + 2 * p.half_bytes;
+  __device__ __forceinline__ void copy_step(int step, unsigned char* target, int thread, int threads) {
+    input = static_cast<const T* const volatile*>(static_cast<void*>(shared + p.pointers))[0];
+    weight = static_cast<const T* const volatile*>(static_cast<void*>(shared + p.pointers))[1];
+    const uint32_t to = shared_address(target), to_weights = to + p.step_weights;
     // The first weights are on their way while inputs are.
     Raw raw[kWeightBatch][2];
     load_weights(step, thread, threads, raw);
@@ -103,6 +79,19 @@ class OverlapAddStage {
       load_weights(step, i, threads, raw);
       store_weights(to_weights, i, threads, raw);
     }
+  }
+
+  // A word of channels, or zeros, on its way: one register a channel. channels: how many exist.
+  using Raw = uint32_t[kHalves];
+  static __device__ __forceinline__ void load(Raw& raw, const T* at, int64_t stride, int channels) {
+    if constexpr (kHalves == 1) {
+      raw[0] = channels > 0 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : 0u;
+    } else {
+      raw[0] = overlap_add_load_half(at, channels > 0), raw[1] = overlap_add_load_half(at + stride, channels > 1);
+    }
+  }
+  static __device__ __forceinline__ uint32_t join(const Raw& raw) {
+    return raw[0] | raw[kHalves - 1] << 16 * (kHalves - 1);
   }
 
  private:
@@ -152,7 +141,7 @@ class OverlapAddStage {
           exists = exists && index >= 0 && index < columns.count[a];
           fragment = fragment * p.axis[a].support + index;
         }
-        entry.fragment[j] = exists ? fragment * 256 : -1;
+        entry.fragment[j] = exists ? fragment * kFragmentBytes : -1;
       }
       entries[i] = entry;
     }
@@ -185,28 +174,25 @@ class OverlapAddStage {
     }
   }
 
-  // A word of channels, or zeros, on its way: one register a channel. channels: how many exist.
-  using Raw = uint32_t[kHalves];
-  __device__ __forceinline__ void load(Raw& raw, const T* at, int64_t stride, int channels) const {
-    if constexpr (kHalves == 1) {
-      raw[0] = channels > 0 ? __ldg(reinterpret_cast<const uint32_t*>(at)) : 0u;
-    } else {
-      raw[0] = overlap_add_load_half(at, channels > 0), raw[1] = overlap_add_load_half(at + stride, channels > 1);
-    }
-  }
-  __device__ __forceinline__ uint32_t join(const Raw& raw) const {
-    return raw[0] | raw[kHalves - 1] << 16 * (kHalves - 1);
-  }
   __device__ __forceinline__ void store_position(uint32_t to, int position,
                                                  const uint32_t (&word)[kOverlapAddWords]) const {
-    uint32_t low[4], high[4];
+    if constexpr (kThree) {
+      uint32_t term[3][4];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      low[w] = kRounds ? overlap_add_round(word[w]) : word[w];
-      high[w] = kRounds ? overlap_add_round(word[w + 4]) : word[w + 4];
+      for (int w = 0; w < 4; ++w)
+        overlap_add_split_pair(word[2 * w], word[2 * w + 1], term[0][w], term[1][w], term[2][w]);
+#pragma unroll
+      for (int i = 0; i < 3; ++i) overlap_add_store(to + position * 48 + i * 16, term[i]);
+    } else {
+      uint32_t low[4], high[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        low[w] = kRounds ? overlap_add_round(word[w]) : word[w];
+        high[w] = kRounds ? overlap_add_round(word[w + 4]) : word[w + 4];
+      }
+      overlap_add_store(to + position * 16, low);
+      overlap_add_store(to + position * 16 + p.half_bytes, high);
     }
-    overlap_add_store(to + position * 16, low);
-    overlap_add_store(to + position * 16 + p.half_bytes, high);
   }
 
   // A thread takes all channels of a position, or of two neighbours; neighbouring threads take neighbouring ones.
@@ -268,8 +254,46 @@ class OverlapAddStage {
             word[1][w] = __byte_perm(two[b][2 * w], two[b][2 * w + 1], 0x7632);
           }
         }
-        store_position(to, (i + b * threads) * 2, word[0]);
-        store_position(to, (i + b * threads) * 2 + 1, word[1]);
+        // Every other four threads begin with the second one, so that eight write to different banks.
+        const bool second = (i + b * threads) / 4 % 2 == 1;
+#pragma unroll
+        for (int w = 0; w < kOverlapAddWords; ++w) {
+          const uint32_t begin = second ? word[1][w] : word[0][w];
+          word[1][w] = second ? word[0][w] : word[1][w], word[0][w] = begin;
+        }
+        store_position(to, (i + b * threads) * 2 + (second ? 1 : 0), word[0]);
+        store_position(to, (i + b * threads) * 2 + (second ? 0 : 1), word[1]);
+      }
+    }
+  }
+
+  // The same for three terms.
+  __device__ __forceinline__ void copy_three_granules(const char* from, int channel, uint32_t to, int thread,
+                                                      int threads) const {
+    constexpr int kGranules = 4;  // in flight
+    const int* const positions = reinterpret_cast<const int*>(shared + p.positions);
+    to += thread % 2 * 8;
+#pragma unroll 1
+    for (int i = thread / 2; i < p.held_positions; i += threads / 2 * kGranules) {
+      uint4 four[kGranules];
+#pragma unroll
+      for (int b = 0; b < kGranules; ++b) {
+        const int at = i + b * (threads / 2), offset = at < p.held_positions ? positions[at] : -1;
+        four[b] = make_uint4(0, 0, 0, 0);
+        if (offset >= 0 && channel < p.group_in) {
+          four[b] = __ldg(reinterpret_cast<const uint4*>(from + static_cast<uint32_t>(offset) * sizeof(T)));
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kGranules; ++b) {
+        const int at = i + b * (threads / 2);
+        uint32_t term[3][2];
+        overlap_add_split_pair(four[b].x, four[b].y, term[0][0], term[1][0], term[2][0]);
+        overlap_add_split_pair(four[b].z, four[b].w, term[0][1], term[1][1], term[2][1]);
+#pragma unroll
+        for (int t = 0; t < 3; ++t) {
+          if (at < p.held_positions) overlap_add_store(to + at * 48 + t * 16, term[t]);
+        }
       }
     }
   }
@@ -279,6 +303,10 @@ class OverlapAddStage {
     const int* const positions = reinterpret_cast<const int*>(shared + p.positions);
     const int half = thread % 2, channel = (step * 2 + half) * 4 * kHalves;
     const char* const from = reinterpret_cast<const char*>(input + (channel < p.group_in ? channel : 0));
+    if constexpr (kThree) {
+      copy_three_granules(from, channel, to, thread, threads);
+      return;
+    }
     to += half * p.half_bytes;
 #pragma unroll 4
     for (int i = thread / 2; i < p.held_positions; i += threads / 2) {
@@ -318,8 +346,14 @@ class OverlapAddStage {
     for (int b = 0; b < kWeightBatch; ++b) {
       const int index = thread + b * threads;
       if (index < p.fragments * 32) {
-        const uint32_t place = to + index / 32 * 256 + index % 8 * 32 + index / 8 % 4 * 8;
+        const uint32_t lane = index % 8 * 4 + index / 8 % 4, place = to + index / 32 * kFragmentBytes + lane * 8;
         const uint32_t word[2] = {join(raw[b][0]), join(raw[b][1])};
+        if constexpr (kStrict) {
+          uint32_t term[4] = {word[0], word[1]};
+          overlap_add_halve(term[0], term[2]), overlap_add_halve(term[1], term[3]);
+          overlap_add_store(to + index / 32 * kFragmentBytes + lane * 16, term);
+          continue;
+        }
         const uint32_t rounded[2] = {overlap_add_round(word[0]), overlap_add_round(word[1])};
         overlap_add_store(place, kRounds ? rounded : word);
       }

@@ -47,8 +47,12 @@ PhaseTmaAxisParams axis_params(const Axis& axis, const PhaseTmaTile& t, int a, i
   for (int f = 0; f < p.stride; ++f) {
     const PhaseGemmPhase phase = phase_gemm_phase(axis, f);
     const bool used = phase.num_taps > 0 && f < axis.out();
-    p.phase[f] = {phase.shift, static_cast<short>(phase.num_taps), static_cast<short>(before),
-                  static_cast<short>(phase.first_tap), static_cast<short>(used ? slot++ : -1)};
+    p.phase[f] = {phase.shift,
+                  static_cast<short>(phase.num_taps),
+                  static_cast<short>(before),
+                  static_cast<short>(phase.first_tap),
+                  static_cast<short>(used ? slot++ : -1),
+                  static_cast<int>(std::max<int64_t>(0, ceil_div(axis.out() - f + axis.stride, axis.stride) - 1))};
     before += phase.num_taps;
   }
   return p;
@@ -111,7 +115,8 @@ PhaseTmaParams make_params(const Problem& problem, const PhaseTmaTile& t, const 
   p.copied_bytes = t.inputs * t.chunk * 2;
   p.channel_pitch = t.channel_pitch;
   p.run_rows = t.run_rows, p.run_width = t.run_width, p.lines = t.lines;
-  p.lines_at = t.lines_at, p.table_at = t.table_at, p.constants_at = t.constants_at;
+  p.columns = t.columns;
+  p.tasks_at = t.tasks_at, p.lines_at = t.lines_at, p.terms_at = t.terms_at, p.table_at = t.table_at;
   p.inputs_at = t.inputs_at, p.weights_at = t.weights_at, p.staging_at = t.staging_at;
   p.in = input_strides(problem);
   p.out = output_strides(problem);

@@ -1,4 +1,5 @@
-// What a block of the phase GEMM on tensor copies works on: its items, their passes and the taps of one.
+// What a block of the phase GEMM on tensor copies works on: its items and their passes. One warp finds out what they
+// are and writes it down for the others.
 #pragma once
 
 #include "phase_tma_product.cuh"
@@ -62,40 +63,72 @@ __device__ __forceinline__ PhaseTmaPhase find_phase(const PhaseTmaParams& p, con
   return phase;
 }
 
-// The input, relative to the first cell, that a staged box begins with: the least of what any warpgroup reads.
-__device__ __forceinline__ void find_start(const PhaseTmaParams& p, const PhaseTmaPhase& even, const PhaseTmaPhase& odd,
-                                           int (&start)[3]) {
-  const PhaseTmaPhase& one = even.count > 0 ? even : odd;
+// The input, relative to the first cell, that a staged box begins with: the least of what any warpgroup reads. Even
+// lanes know the phase of the first, odd ones that of the second.
+__device__ __forceinline__ void find_start(const PhaseTmaParams& p, const PhaseTmaPhase& phase, int (&start)[3]) {
+  const int other_count = __shfl_xor_sync(~0u, phase.count, 1);
 #pragma unroll
   for (int a = 0; a < 3; ++a) {
-    start[a] = p.axis[a].phase[one.f[a]].shift - (one.taps[a] - 1) * p.axis[a].offset_step;
-  }
-  if (even.count > 0 && odd.count > 0) {
-    start[2] = min(start[2], p.axis[2].phase[odd.f[2]].shift - (odd.taps[2] - 1) * p.axis[2].offset_step);
+    start[a] = 0;
+    if (phase.count > 0) {
+      start[a] = p.axis[a].phase[phase.f[a]].shift - (phase.taps[a] - 1) * p.axis[a].offset_step;
+    }
+    const int other = __shfl_xor_sync(~0u, start[a], 1);
+    if (phase.count == 0) start[a] = other;
+    if (phase.count > 0 && other_count > 0) start[a] = min(start[a], other);
   }
 }
 
-// Goes through the taps of a phase, the last axis fastest; `offset` is what one adds to the address of a cell.
-struct PhaseTmaTaps {
+// How a warpgroup goes through the taps of its phase, the last axis fastest: what one adds to the address of a cell,
+// and what that falls by.
+struct PhaseTmaWalk {
   int offset, step, row_step, plane_step;
-  int width, height, w, h;
-  __device__ __forceinline__ PhaseTmaTaps(const PhaseTmaParams& p, const PhaseTmaPhase& phase, const int (&start)[3]) {
-    offset = 0;
+  int width, height;
+};
+__device__ __forceinline__ PhaseTmaWalk find_walk(const PhaseTmaParams& p, const PhaseTmaPhase& phase,
+                                                  const int (&start)[3]) {
+  PhaseTmaWalk walk{};
+  if (phase.count == 0) return walk;
 #pragma unroll
-    for (int a = 0; a < 3; ++a) offset += (p.axis[a].phase[phase.f[a]].shift - start[a]) * p.axis[a].step_bytes;
-    width = phase.taps[2], height = phase.taps[1];
-    step = p.axis[2].offset_step * p.axis[2].step_bytes;
-    row_step = p.axis[1].offset_step * p.axis[1].step_bytes - width * step;
-    plane_step = p.axis[0].offset_step * p.axis[0].step_bytes - height * (row_step + width * step);
-    w = h = 0;
+  for (int a = 0; a < 3; ++a) walk.offset += (p.axis[a].phase[phase.f[a]].shift - start[a]) * p.axis[a].step_bytes;
+  walk.width = phase.taps[2], walk.height = phase.taps[1];
+  walk.step = p.axis[2].offset_step * p.axis[2].step_bytes;
+  walk.row_step = p.axis[1].offset_step * p.axis[1].step_bytes - walk.width * walk.step;
+  walk.plane_step =
+      p.axis[0].offset_step * p.axis[0].step_bytes - walk.height * (walk.row_step + walk.width * walk.step);
+  return walk;
+}
+struct PhaseTmaTap {
+  int offset, w, h;
+  __device__ __forceinline__ void advance(const PhaseTmaWalk& walk) {
+    offset -= walk.step;
+    if (++w < walk.width) return;
+    w = 0, offset -= walk.row_step;
+    if (++h < walk.height) return;
+    h = 0, offset -= walk.plane_step;
   }
-  __device__ __forceinline__ void advance() {
-    offset -= step;
-    if (++w < width) return;
-    w = 0, offset -= row_step;
-    if (++h < height) return;
-    h = 0, offset -= plane_step;
-  }
+};
+
+// A pass of an item, in shared memory. What a warpgroup makes of it:
+struct PhaseTmaShare {
+  PhaseTmaWalk walk;
+  int count;      // of taps
+  int staged_at;  // contiguous: where its phase is staged, in elements of a channel
+  int counts[3];  // of cells along each axis that have outputs
+  bool whole;     // all cells of the box have
+  int64_t place;  // channels-last: the first cell's output of the group's first channel
+  const char* weights;
+};
+struct PhaseTmaTask {
+  int group;  // -1: there is no more
+  int channel_block;
+  int taps;  // the most of a warpgroup
+  bool last_pass;
+  int item_slot;      // of two, where channels' terms and lines of outputs stand
+  int batches;        // entries of the box
+  int lines, length;  // contiguous: runs of a channel, and the outputs of one
+  int at[5];          // coordinates of the copy
+  PhaseTmaShare share[2];
 };
 
 // Coordinates of a cell in its box: batch, depth, height, width.
@@ -121,11 +154,30 @@ __device__ __forceinline__ int cell_number(const PhaseTmaParams& p, int height, 
 
 // How many cells of an item's tile a phase has along an axis: up to its last output in the last tile.
 __device__ __forceinline__ int count_cells(const PhaseTmaParams& p, const PhaseTmaItem& item, int a, int f) {
-  const PhaseTmaAxisParams& axis = p.axis[a];
-  if (!item.last[a]) return axis.box;
-  const int all = (axis.out - f + axis.stride - 1) / axis.stride;
-  return max(0, all - item.first[a + 1]);
+  return item.last[a] ? max(0, p.axis[a].phase[f].cells - item.first[a + 1]) : p.axis[a].box;
 }
+
+// A run of outputs of one channel: where it starts, in elements, and what it adds to a cell's number.
+struct PhaseTmaLine {
+  int64_t place;
+  int cell;
+};
+
+// Shared memory by its parts.
+struct PhaseTmaShared {
+  unsigned char* bytes;
+  const PhaseTmaParams& p;
+  __device__ __forceinline__ PhaseTmaTask* tasks() const { return reinterpret_cast<PhaseTmaTask*>(bytes + p.tasks_at); }
+  __device__ __forceinline__ PhaseTmaLine* lines(int slot) const {
+    return reinterpret_cast<PhaseTmaLine*>(bytes + p.lines_at) + slot * p.lines;
+  }
+  // What the epilogue adds to each channel.
+  __device__ __forceinline__ float* terms(int slot) const {
+    return reinterpret_cast<float*>(bytes + p.terms_at) + slot * p.columns;
+  }
+  __device__ __forceinline__ short* table() const { return reinterpret_cast<short*>(bytes + p.table_at); }
+  __device__ __forceinline__ unsigned char* staging() const { return bytes + p.staging_at; }
+};
 
 // The threads that multiply wait for each other.
 template <int kThreads>

@@ -14,6 +14,7 @@ struct PhaseTmaPhaseParams {
   short before;  // taps of the phases before it
   short first_tap;
   short slot;  // among the phases with taps; -1: no tap
+  int cells;   // that have an output
 };
 
 struct PhaseTmaAxisParams {
@@ -55,7 +56,8 @@ struct PhaseTmaParams {
   bool vectors;  // every store may have 16 bytes
   bool words;    // contiguous: every run is whole words of 4 bytes
   bool wide;     // contiguous: runs are whole groups of eight cells, aligned
-  int lines_at, table_at, constants_at, inputs_at, weights_at, staging_at;
+  int columns;   // output channels of a block
+  int tasks_at, lines_at, terms_at, table_at, inputs_at, weights_at, staging_at;
   Strides in, out;  // of the caller's tensors
   const void* packed_weight;
   const void* input;  // the caller's tensors

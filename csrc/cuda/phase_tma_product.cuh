@@ -23,9 +23,9 @@ __device__ __forceinline__ void tensor_load(uint32_t target, const CUtensorMap* 
 
 // Registers of a thread that multiplies, where one or two warpgroups of a block do, and of one that copies.
 template <int kWarpgroups>
-constexpr int kPhaseTmaRegisters = kWarpgroups == 2 ? 240 : 208;
+constexpr int kPhaseTmaRegisters = kWarpgroups == 2 ? 224 : 200;
 template <int kWarpgroups>
-constexpr int kPhaseTmaCopierRegisters = kWarpgroups == 2 ? 24 : 40;
+constexpr int kPhaseTmaCopierRegisters = 56;
 
 // What all descriptors of operands have in common: the swizzle, and how far groups of eight rows are apart.
 __device__ __forceinline__ uint32_t operand_form(int swizzle, int group_bytes) {

@@ -7,12 +7,6 @@
 
 namespace fastconvt::cuda {
 
-// A run of outputs of one channel: where it starts, in elements, -1: nowhere; and what it adds to a cell's number.
-struct PhaseTmaLine {
-  int64_t place;
-  int cell;
-};
-
 // One sum by the definition, in float64: only taps and inputs that exist are multiplied.
 template <typename T>
 __device__ __noinline__ T phase_tma_definition(const PhaseTmaParams& p, int64_t place) {
@@ -67,53 +61,58 @@ __device__ __noinline__ void repair_stored(const PhaseTmaParams& p, int64_t plac
   }
 }
 
-// For every channel of the item what the epilogue makes of a sum of nothing, and, as float, what it adds.
-template <typename T, class Epilogue>
-__device__ __forceinline__ void fill_constants(const PhaseTmaParams& p, const PhaseTmaItem& item, int columns,
-                                               const Epilogue& epilogue, T* constants) {
-  const int channel = item.channel_block * columns + threadIdx.x;
-  if (threadIdx.x >= columns) return;
-  float term = 0;
-  if (channel < p.group_out) term = epilogue.channel_term(static_cast<int64_t>(item.group) * p.group_out + channel);
-  constants[threadIdx.x] = epilogue(0.f, term);
-}
-
-// Channels-last: the outputs of a warpgroup's sums. `columns` is the first of its columns among the block's.
-template <typename T, int kRowTiles, int kColumnTiles, class Epilogue>
-__device__ __forceinline__ void store_sums(const PhaseTmaParams& p, const PhaseTmaItem& item,
-                                           const PhaseTmaPhase& phase, const float (&sum)[kRowTiles][kColumnTiles][4],
-                                           const Epilogue& epilogue, int first_cell, int first_channel) {
-  constexpr int kTiles = 4, kWide = 2 * kTiles;  // that make the channels of a lane
-  const int lane = threadIdx.x % 32, own = lane % 4 * kWide, first = first_channel + own;
-  const T* const bias = static_cast<const T*>(epilogue.bias);
-  T* const output = static_cast<T*>(p.output);
-  int64_t place[kRowTiles][2];
+// Channels-last: where the outputs of a thread's cells stand, from that of the box's first cell.
+template <int kRowTiles>
+__device__ __forceinline__ void find_rows(const PhaseTmaParams& p, int first_cell, int (&rows)[kRowTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const PhaseTmaCell cell = find_cell(p, first_cell + i * 64 + threadIdx.x / 32 % 4 * 16 + half * 8 + lane / 4);
-      const int n = item.first[0] + cell.at[0];
-      bool exists = n < p.batch;
-      int64_t at = n * p.out.batch + int64_t{item.group} * p.group_out + first;
+      const PhaseTmaCell cell =
+          find_cell(p, first_cell + i * 64 + threadIdx.x / 32 % 4 * 16 + half * 8 + threadIdx.x % 32 / 4);
+      int64_t at = cell.at[0] * p.out.batch;
 #pragma unroll
-      for (int a = 0; a < 3; ++a) {
-        const int o = (item.first[a + 1] + cell.at[a + 1]) * p.axis[a].stride + phase.f[a];
-        exists = exists && o < p.axis[a].out;
-        at += o * p.out.axis[a];
-      }
-      place[i][half] = exists ? at : -1;
+      for (int a = 0; a < 3; ++a) at += cell.at[a + 1] * p.axis[a].stride * p.out.axis[a];
+      rows[i][half] = static_cast<int>(at);
     }
+}
+
+// Whether a cell of an item has an output.
+__device__ __forceinline__ bool has_output(const PhaseTmaParams& p, const PhaseTmaTask& task,
+                                           const PhaseTmaShare& share, int number) {
+  const PhaseTmaCell cell = find_cell(p, number);
+  return cell.at[0] < task.batches && cell.at[1] < share.counts[0] && cell.at[2] < share.counts[1] &&
+         cell.at[3] < share.counts[2];
+}
+
+// Channels-last: the outputs of a warpgroup's sums. A lane has eight neighbouring channels of four tiles.
+template <typename T, int kRowTiles, int kColumnTiles, class Epilogue>
+__device__ __forceinline__ void store_sums(const PhaseTmaParams& p, const PhaseTmaTask& task,
+                                           const PhaseTmaShare& share, const float (&sum)[kRowTiles][kColumnTiles][4],
+                                           const Epilogue& epilogue, const int (&rows)[kRowTiles][2], int first_cell,
+                                           int first_column, const float* terms) {
+  constexpr int kTiles = 4, kWide = 2 * kTiles;
+  const int lane = threadIdx.x % 32, own = first_column + lane % 4 * kWide;
+  const int first = task.channel_block * p.columns + own;
+  T* const output = static_cast<T*>(p.output) + share.place + first;
+  uint32_t exists = ~0u;
+  if (!share.whole) {
+    exists = 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int cell = first_cell + i * 64 + threadIdx.x / 32 % 4 * 16 + half * 8 + lane / 4;
+        if (has_output(p, task, share, cell)) exists |= 1u << (i * 2 + half);
+      }
+  }
   float probe = 0;
 #pragma unroll
   for (int j = 0; j < kColumnTiles; j += kTiles) {
-    const int channel = first + j * 8;
     float term[kWide];
 #pragma unroll
-    for (int c = 0; c < kWide; ++c) {
-      term[c] = bias != nullptr && channel + c < p.group_out
-                    ? epilogue.channel_term(static_cast<int64_t>(item.group) * p.group_out + channel + c)
-                    : 0.f;
+    for (int c = 0; c < kWide; c += 4) {
+      *reinterpret_cast<float4*>(term + c) = *reinterpret_cast<const float4*>(terms + own + j * 8 + c);
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
@@ -126,14 +125,14 @@ __device__ __forceinline__ void store_sums(const PhaseTmaParams& p, const PhaseT
           probe = fmaf(x, 0.f, probe);
           value.value[c] = epilogue(x, term[c]);
         }
-        if (place[i][half] < 0) continue;
-        T* const to = output + place[i][half] + j * 8;
+        if ((exists >> (i * 2 + half) & 1) == 0) continue;
+        T* const to = output + rows[i][half] + j * 8;
         if (p.vectors) {
-          if (channel < p.group_out) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&value);
+          if (first + j * 8 < p.group_out) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&value);
         } else {
 #pragma unroll
           for (int c = 0; c < kWide; ++c) {
-            if (channel + c < p.group_out) to[c] = value.value[c];
+            if (first + j * 8 + c < p.group_out) to[c] = value.value[c];
           }
         }
       }
@@ -145,42 +144,38 @@ __device__ __forceinline__ void store_sums(const PhaseTmaParams& p, const PhaseT
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (place[i][half] < 0) continue;
-        repair_stored<T>(p, place[i][half] + j * 8, min(kWide, max(0, p.group_out - first - j * 8)));
+        if ((exists >> (i * 2 + half) & 1) == 0) continue;
+        repair_stored<T>(p, share.place + first + rows[i][half] + j * 8,
+                         min(kWide, max(0, p.group_out - first - j * 8)));
       }
   }
 }
 
 // Channels-last: outputs of an item without taps.
-template <typename T, int kThreads>
-__device__ __noinline__ void store_constants(const PhaseTmaParams& p, const PhaseTmaItem& item,
-                                             const PhaseTmaPhase& phase, int columns, const T* constants) {
-  if (phase.f[2] >= p.axis[2].stride) return;
-  const int counts[3] = {count_cells(p, item, 0, phase.f[0]), count_cells(p, item, 1, phase.f[1]),
-                         count_cells(p, item, 2, phase.f[2])};
-  const int batches = min(p.box_batch, p.batch - item.first[0]);
-  const int channels = min(columns, p.group_out - item.channel_block * columns);
+template <typename T, int kThreads, class Epilogue>
+__device__ __noinline__ void store_constants(const PhaseTmaParams& p, const PhaseTmaTask& task,
+                                             const PhaseTmaShare& share, const Epilogue& epilogue, const float* terms) {
+  const int channels = min(p.columns, p.group_out - task.channel_block * p.columns);
   const int wide = p.vectors ? 8 : 1, vectors = channels / wide;
-  const int lines = batches * counts[0] * counts[1];
-  T* const output = static_cast<T*>(p.output) + int64_t{item.group} * p.group_out + item.channel_block * columns;
-  const int lane = threadIdx.x % 32;
+  const int height = share.counts[1], width = share.counts[2], lines = task.batches * share.counts[0] * height;
+  T* const output = static_cast<T*>(p.output) + share.place + task.channel_block * p.columns;
+  const int lane = threadIdx.x % 32, step = static_cast<int>(p.axis[2].stride * p.out.axis[2]);
   for (int line = threadIdx.x / 32; line < lines; line += kThreads / 32) {
-    const int row = line / counts[1], n = row / counts[0];
-    const int at[3] = {row - n * counts[0], line - row * counts[1], 0};
-    int64_t place = (item.first[0] + n) * p.out.batch;
-#pragma unroll
-    for (int a = 0; a < 3; ++a) {
-      place += ((item.first[a + 1] + at[a]) * p.axis[a].stride + phase.f[a]) * p.out.axis[a];
-    }
-    const int step = static_cast<int>(p.axis[2].stride * p.out.axis[2]);
+    const int row = line / height, n = row / share.counts[0];
+    T* const line_output = output + n * p.out.batch +
+                           static_cast<int64_t>(row - n * share.counts[0]) * p.axis[0].stride * p.out.axis[0] +
+                           static_cast<int64_t>(line - row * height) * p.axis[1].stride * p.out.axis[1];
     int v = lane % vectors, w = lane / vectors;
     const int more_v = 32 % vectors, more_w = 32 / vectors;
-    while (w < counts[2]) {
-      T* const to = output + place + static_cast<int64_t>(w) * step + v * wide;
+    while (w < width) {
+      T* const to = line_output + static_cast<int64_t>(w) * step + v * wide;
       if (wide == 8) {
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(constants + v * 8);
+        Pack<T, 8> value;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) value.value[c] = epilogue(0.f, terms[v * 8 + c]);
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(&value);
       } else {
-        *to = constants[v];
+        *to = epilogue(0.f, terms[v]);
       }
       v += more_v, w += more_w;
       if (v >= vectors) v -= vectors, ++w;
@@ -190,9 +185,9 @@ __device__ __noinline__ void store_constants(const PhaseTmaParams& p, const Phas
 
 // Contiguous: a warpgroup's sums go where their phase stands in each channel. Returns whether all were finite.
 template <typename T, int kRowTiles, int kColumnTiles, class Epilogue>
-__device__ __forceinline__ bool stage_sums(const PhaseTmaParams& p, const PhaseTmaItem& item,
-                                           const float (&sum)[kRowTiles][kColumnTiles][4], const Epilogue& epilogue,
-                                           int first_cell, int first_channel, uint32_t staging) {
+__device__ __forceinline__ bool stage_sums(const PhaseTmaParams& p, const float (&sum)[kRowTiles][kColumnTiles][4],
+                                           const Epilogue& epilogue, int first_cell, const float* terms,
+                                           uint32_t staging) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   float probe = 0;
   // Lanes 0 to 7 address the first eight cells of a tile of channels, 8 to 15 the next eight, 16 to 31 the next tile.
@@ -200,16 +195,9 @@ __device__ __forceinline__ bool stage_sums(const PhaseTmaParams& p, const PhaseT
       staging + (lane % 8 + lane / 16 * 8) * p.channel_pitch + (first_cell + warp * 16 + lane / 8 % 2 * 8) * 2;
 #pragma unroll
   for (int j = 0; j < kColumnTiles; j += 2) {
-    float term[2][2];
+    float2 term[2];
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int channel = first_channel + (j + k) * 8 + lane % 4 * 2 + c;
-        term[k][c] = channel < p.group_out
-                         ? epilogue.channel_term(static_cast<int64_t>(item.group) * p.group_out + channel)
-                         : 0.f;
-      }
+    for (int k = 0; k < 2; ++k) term[k] = *reinterpret_cast<const float2*>(terms + (j + k) * 8 + lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       uint32_t r[4];
@@ -217,13 +205,9 @@ __device__ __forceinline__ bool stage_sums(const PhaseTmaParams& p, const PhaseT
       for (int k = 0; k < 2; ++k)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          Pack<T, 2> pair;
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float x = sum[i][j + k][half * 2 + c];
-            probe = fmaf(x, 0.f, probe);
-            pair.value[c] = epilogue(x, term[k][c]);
-          }
+          const float low = sum[i][j + k][half * 2], high = sum[i][j + k][half * 2 + 1];
+          probe = fmaf(low, 0.f, fmaf(high, 0.f, probe));
+          const Pack<T, 2> pair{{epilogue(low, term[k].x), epilogue(high, term[k].y)}};
           r[k * 2 + half] = *reinterpret_cast<const uint32_t*>(&pair);
         }
       store_four_transposed(to + i * 128, r);
@@ -254,68 +238,49 @@ __device__ __forceinline__ void fill_table(const PhaseTmaParams& p, short* table
   }
 }
 
-// Contiguous: the runs of an item. Returns how many.
-template <int kThreads>
-__device__ __forceinline__ int fill_lines(const PhaseTmaParams& p, const PhaseTmaItem& item, PhaseTmaLine* lines) {
-  const int batches = min(p.box_batch, p.batch - item.first[0]);
-  const int planes = count_cells(p, item, 0, item.f[0]);
-  const int heights = p.merged ? 1 : count_cells(p, item, 1, item.f[1]);
-  const int count = batches * planes * heights;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int row = i / heights, h = i - row * heights, n = row / planes, d = row - n * planes;
-    const int o0 = (item.first[1] + d) * p.axis[0].stride + item.f[0];
-    const int o1 = (item.first[2] + h) * p.axis[1].stride + item.f[1],
-              o2 = item.first[3] * p.axis[2].stride + item.f[2] * p.width_group;
-    lines[i].place = (item.first[0] + n) * p.out.batch + o0 * p.out.axis[0] + o1 * p.out.axis[1] + o2 * p.out.axis[2];
-    lines[i].cell = (n << p.shift_batch) + (d << p.shift_depth) + (h << p.shift_height);
-  }
-  return count;
-}
-
-// How many outputs a run has. Where an item makes some of the phases only, so many of every cell.
-__device__ __forceinline__ int run_length(const PhaseTmaParams& p, const PhaseTmaItem& item) {
-  const int from = item.first[3] * p.axis[2].stride;
-  const int width = item.last[2] ? p.axis[2].out - from : p.axis[2].box * p.axis[2].stride;
-  if (!p.merged) return p.width_group == p.axis[2].stride ? width : width / p.axis[2].stride * p.width_group;
-  const int row = item.first[2] * p.axis[1].stride;
-  return width * (item.last[1] ? p.axis[1].out - row : p.axis[1].box * p.axis[1].stride);
-}
-
 // Where output number e of a run stands in it.
 __device__ __forceinline__ int run_offset(const PhaseTmaParams& p, int e) {
   return p.width_group == p.axis[2].stride ? e : e + e / p.width_group * (p.axis[2].stride - p.width_group);
 }
 
+// The channels of an item, and the first one of all.
+struct PhaseTmaChannels {
+  int count;
+  int64_t first;
+  __device__ __forceinline__ PhaseTmaChannels(const PhaseTmaParams& p, const PhaseTmaTask& task)
+      : count(min(p.columns, p.group_out - task.channel_block * p.columns)),
+        first(int64_t{task.group} * p.group_out + task.channel_block * p.columns) {}
+};
+
 // Makes staged sums that are not finite again.
 template <typename T, int kThreads>
-__device__ __noinline__ void repair_staged(const PhaseTmaParams& p, const PhaseTmaItem& item, int columns, int lines,
-                                           const PhaseTmaLine* line, const short* table, unsigned char* staging) {
-  const int channels = min(columns, p.group_out - item.channel_block * columns), length = run_length(p, item);
-  const int64_t first = int64_t{item.group} * p.group_out + item.channel_block * columns;
-  for (int i = threadIdx.x; i < channels * length; i += kThreads) {
-    const int channel = i / length, e = i - channel * length;
+__device__ __noinline__ void repair_staged(const PhaseTmaParams& p, const PhaseTmaTask& task, const PhaseTmaLine* line,
+                                           const short* table, unsigned char* staging) {
+  const PhaseTmaChannels channels(p, task);
+  for (int i = threadIdx.x; i < channels.count * task.length; i += kThreads) {
+    const int channel = i / task.length, e = i - channel * task.length;
     if (table[e] < 0) continue;
-    for (int l = 0; l < lines; ++l) {
+    for (int l = 0; l < task.lines; ++l) {
       T* const at = reinterpret_cast<T*>(staging + channel * p.channel_pitch) + table[e] + line[l].cell;
       if (is_finite(to_accumulator(*at))) continue;
-      *at = phase_tma_definition<T>(p, line[l].place + (first + channel) * p.out.channel + run_offset(p, e));
+      *at = phase_tma_definition<T>(p, line[l].place + (channels.first + channel) * p.out.channel + run_offset(p, e));
     }
   }
 }
 
 // Stores what is staged, eight outputs at a time; `constant`: the item has no tap. Every eighth channel of a run is
 // aligned alike, so a thread finds its outputs' places once for all of them.
-template <typename T, int kThreads>
-__device__ __forceinline__ void store_runs(const PhaseTmaParams& p, const PhaseTmaItem& item, int columns, int lines,
-                                           const PhaseTmaLine* line, const short* table, const T* constants,
+template <typename T, int kThreads, class Epilogue>
+__device__ __forceinline__ void store_runs(const PhaseTmaParams& p, const PhaseTmaTask& task, const PhaseTmaLine* line,
+                                           const short* table, const Epilogue& epilogue, const float* terms,
                                            const unsigned char* staging, bool constant) {
-  const int channels = min(columns, p.group_out - item.channel_block * columns), length = run_length(p, item);
-  const int64_t first = int64_t{item.group} * p.group_out + item.channel_block * columns;
+  const PhaseTmaChannels channels(p, task);
+  const int length = task.length, lines = task.lines;
   const int vectors = (length + 7) / 8 + (p.vectors ? 0 : 1), jobs = vectors * lines * 8;
 #pragma unroll 1
   for (int job = threadIdx.x; job < jobs; job += kThreads) {
     const int rest = job / vectors, v = job - rest * vectors, begin = rest / lines, l = rest - begin * lines;
-    T* to = static_cast<T*>(p.output) + line[l].place + (first + begin) * p.out.channel;
+    T* to = static_cast<T*>(p.output) + line[l].place + (channels.first + begin) * p.out.channel;
     const int skew = p.vectors ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16 / sizeof(T));
     const int e = v * 8 - skew;
     const bool whole = e >= 0 && e + 8 <= length;
@@ -328,8 +293,8 @@ __device__ __forceinline__ void store_runs(const PhaseTmaParams& p, const PhaseT
     }
     const unsigned char* from = staging + begin * p.channel_pitch;
 #pragma unroll 2
-    for (int channel = begin; channel < channels; channel += 8) {
-      const T nothing = constants[channel];
+    for (int channel = begin; channel < channels.count; channel += 8) {
+      const T nothing = epilogue(0.f, terms[channel]);
       Pack<T, 8> value;
 #pragma unroll
       for (int k = 0; k < 8; ++k) value.value[k] = at[k] < 0 ? nothing : reinterpret_cast<const T*>(from)[at[k]];
@@ -347,28 +312,33 @@ __device__ __forceinline__ void store_runs(const PhaseTmaParams& p, const PhaseT
   }
 }
 
-// The same where every run begins and ends with a whole word: neighbouring lanes store neighbouring words, and no two
-// of them read the same bank.
-template <typename T, int kThreads>
-__device__ __forceinline__ void store_words(const PhaseTmaParams& p, const PhaseTmaItem& item, int columns, int lines,
-                                            const PhaseTmaLine* line, const short* table, const T* constants,
+// The same where every run begins and ends with a whole word: neighbouring lanes store neighbouring words, eight of
+// them a whole sector of memory, and no two of them read the same bank.
+template <typename T, int kThreads, class Epilogue>
+__device__ __forceinline__ void store_words(const PhaseTmaParams& p, const PhaseTmaTask& task, const PhaseTmaLine* line,
+                                            const short* table, const Epilogue& epilogue, const float* terms,
                                             const unsigned char* staging, bool constant) {
-  constexpr int kStep = 8;  // channels from one of a thread to its next
-  const int channels = min(columns, p.group_out - item.channel_block * columns), words = run_length(p, item) / 2;
-  const int64_t first = int64_t{item.group} * p.group_out + item.channel_block * columns;
-  const int jobs = words * lines * kStep;
+  constexpr int kStep = 8;  // channels from one of a thread to its next: they are aligned alike
+  const PhaseTmaChannels channels(p, task);
+  const int words = task.length / 2, lines = task.lines;
+  const bool runs = p.width_group == p.axis[2].stride && !p.vectors;
+  const int slots = runs ? (words + 14) / 8 * 8 : words, jobs = slots * lines * kStep;
 #pragma unroll 1
   for (int job = threadIdx.x; job < jobs; job += kThreads) {
-    const int rest = job / words, word = job - rest * words, begin = rest / lines, l = rest - begin * lines;
-    T* to = static_cast<T*>(p.output) + line[l].place + (first + begin) * p.out.channel + run_offset(p, 2 * word);
+    const int rest = job / slots, begin = rest / lines, l = rest - begin * lines;
+    int word = job - rest * slots;
+    T* to = static_cast<T*>(p.output) + line[l].place + (channels.first + begin) * p.out.channel;
+    if (runs) word -= static_cast<int>(reinterpret_cast<uintptr_t>(to) % 32 / 4);
+    if (word < 0 || word >= words) continue;
+    to += run_offset(p, 2 * word);
     int low = -1, high = -1;
     if (!constant) low = table[2 * word], high = table[2 * word + 1];
     const unsigned char* const from = staging + begin * p.channel_pitch + line[l].cell * 2;
     const unsigned char *from_low = from + low * 2, *from_high = from + high * 2;
 #pragma unroll 4
-    for (int channel = begin; channel < channels; channel += kStep) {
+    for (int channel = begin; channel < channels.count; channel += kStep) {
       Pack<T, 2> value;
-      value.value[0] = value.value[1] = constants[channel];
+      value.value[0] = value.value[1] = epilogue(0.f, terms[channel]);
       if (low >= 0) value.value[0] = *reinterpret_cast<const T*>(from_low);
       if (high >= 0) value.value[1] = *reinterpret_cast<const T*>(from_high);
       if (p.words) {
@@ -384,19 +354,19 @@ __device__ __forceinline__ void store_words(const PhaseTmaParams& p, const Phase
 
 // The same where runs are whole groups of eight cells, aligned, of stride 1 or 2: cells move in groups.
 template <typename T, int kThreads>
-__device__ __forceinline__ void store_groups(const PhaseTmaParams& p, const PhaseTmaItem& item, int columns, int lines,
+__device__ __forceinline__ void store_groups(const PhaseTmaParams& p, const PhaseTmaTask& task,
                                              const PhaseTmaLine* line, const short* table,
                                              const unsigned char* staging) {
-  const int channels = min(columns, p.group_out - item.channel_block * columns), stride = p.axis[2].stride;
-  const int vectors = run_length(p, item) / 8;
-  const int64_t first = int64_t{item.group} * p.group_out + item.channel_block * columns;
+  const PhaseTmaChannels channels(p, task);
+  const int stride = p.axis[2].stride, vectors = task.length / 8, lines = task.lines;
   T* const output = static_cast<T*>(p.output);
   int v = threadIdx.x % vectors, rest = threadIdx.x / vectors;
   int channel = rest / lines, l = rest - channel * lines;
   const int more_v = kThreads % vectors, more = kThreads / vectors;
   const int more_channels = more / lines, more_l = more - more_channels * lines;
-  while (channel < channels) {
-    T* const to = output + line[l].place + (first + channel) * p.out.channel + v * 8;
+#pragma unroll 2
+  while (channel < channels.count) {
+    T* const to = output + line[l].place + (channels.first + channel) * p.out.channel + v * 8;
     const T* const from = reinterpret_cast<const T*>(staging + channel * p.channel_pitch) + line[l].cell + table[v * 8];
     uint4 value;
     if (stride == 1) {
