@@ -127,7 +127,7 @@ inline double heads_work(const Problem& problem, const HeadsTile& t) {
   const int64_t most = t.row_tiles > 4 ? 12 : 16;  // warps of a multiprocessor, by their registers
   const int64_t by_registers = std::max<int64_t>(1, most / t.warps);
   const int64_t blocks = std::min<int64_t>(kHeadsShared / (t.shared_bytes + 1024), by_registers);
-  return double(t.of_mid.tiles * t.of_width.tiles * ceil_div(problem.batch, t.batch) * t.warps) *
+  return double(problem.groups * t.of_mid.tiles * t.of_width.tiles * ceil_div(problem.batch, t.batch) * t.warps) *
          (1 + 3 / double(blocks * t.warps)) * (1 + 0.3 / double(blocks));
 }
 
@@ -226,7 +226,8 @@ inline double heads_cost_ms(const Problem& problem, const HeadsTile& t) {
   const bool halves = problem.element_size() == 2;
   const double product = halves ? 0.28 : problem.allow_tf32 ? 0.5 : 0.83;  // picoseconds
   const double pairs = double(t.channels * problem.kernel_positions());
-  const double position = 0.9 * pairs + product * double(problem.in_channels_per_group() * t.row_tiles);
+  const double folds = pairs > 64 ? 2 : 0.9;
+  const double position = folds * pairs + product * double(problem.in_channels_per_group() * t.row_tiles);
   const bool apart = problem.axis[2].kernel <= problem.axis[2].stride;  // more is stored for what is loaded
   const double layout = problem.layout != Layout::kChannelsLast ? 1 : apart ? 1.65 : 1.12;
   return 0.028 + 1e-9 / 1.28 * layout * position * 32 * double(problem.axis[t.march].in) * heads_work(problem, t);

@@ -295,7 +295,8 @@ inline double heads_gradient_penalty(const Problem& p) {
 inline double heads_input_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
   const double ms = heads_gradient_ms(p, heads_gradient_tile(p, false));
-  return 0.008 + (heads_gradient_split(p) ? 1.5 : 1.2) * heads_gradient_penalty(p) * ms;
+  const bool many = p.out_channels_per_group() * p.kernel_positions() >= 200;  // pairs
+  return 0.008 + (heads_gradient_split(p) ? (many ? 2.2 : 1.5) : 1.2) * heads_gradient_penalty(p) * ms;
 }
 inline double heads_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;

@@ -181,10 +181,10 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
 }
 
 double cudnn_cost(const Problem& p) {
-  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.023, 2.1, 1.4, 8.7}, {0.012, 1.6, 0.5, 4.5});
+  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.032, 1.55, 5.6, 7}, {0.016, 1.2, 3.6, 3.8});
   const double exact = cudnn_cost(p, 55e12, 16, {0.026, 1.5, 4, 5.5}, {0.035, 1.6, 2, 8.5});
   if (!p.allow_tf32) return exact;
-  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.023, 1.8, 4.1, 4.7}, {0.007, 1.8, 1.6, 2.3}));
+  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.034, 2, 0.6, 5.7}, {0.016, 1.8, 1.6, 2.3}));
 }
 
 // One of its gradients, fitted to the same layers: within a factor of 2 for most.

@@ -227,7 +227,7 @@ __device__ __noinline__ void repair_outputs(const DirectParams& p) {
     const int q = begin + i / 16 / height.stride, ry = i / 16 % height.stride;
     const int oy = q * height.stride - height.padding + ry, ox = lane.column() + i % 8 + i / 8 % 2 * kMmaBases;
     if (ry % 2 != lane.phase() || oy < 0 || oy >= height.out || ox >= p.axis[2].out) continue;
-    const int at[3] = {lane.plane, oy, ox};
+    const int at[3] = {0, oy, ox};  // in the plane, where the inputs begin
     lane.output[int64_t{oy} * p.output_row + ox] =
         from_accumulator<T>(exact_direct(p, lane.input, weight, at, lane.bias(p)));
   }

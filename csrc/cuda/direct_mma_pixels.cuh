@@ -172,7 +172,7 @@ __device__ __noinline__ void repair_pixels(const DirectParams& p) {
         static_cast<const T*>(p.weight) + (int64_t{group} * p.in_channels * p.out_channels + out) * filter;
     const int channel = group * p.out_channels + out;
     const float bias = p.bias != nullptr ? to_accumulator(__ldg(static_cast<const T*>(p.bias) + channel)) : 0.f;
-    const int at[3] = {lane.plane, oy, ox};
+    const int at[3] = {0, oy, ox};  // in the plane, where the inputs begin
     static_cast<T*>(p.output)[lane.sample * p.output_batch + int64_t{lane.plane} * p.output_plane +
                               int64_t{oy} * p.output_row + int64_t{ox} * p.output_inner + channel] =
         from_accumulator<T>(exact_direct(p, input, weight, at, bias));
