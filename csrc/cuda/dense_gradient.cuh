@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "../core/dense_gradient.h"
+#include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
@@ -157,18 +158,6 @@ __device__ __forceinline__ void find_taps(const DenseParams& p, int& index, int 
   }
 }
 
-// Lets the launch after this one start, which waits for this one's results by wait_for_launch().
-__device__ __forceinline__ void let_launch_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_launch() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // Threads of a block that wait for each other: named barriers.
 __device__ __forceinline__ void dense_wait(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -275,23 +264,6 @@ inline int dense_processors() {
     processors = 132;
   }
   return processors;
-}
-
-// Launches a kernel that may start before the one before has ended (wait_for_launch).
-template <typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Arguments...), int64_t blocks, int threads, int64_t shared, cudaStream_t stream,
-                         Arguments... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 }  // namespace fastconvt::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dense_gradient.cuh"
+#include "device/barrier.cuh"
 #include "device/copy.cuh"
 
 namespace fastconvt::cuda {
@@ -9,32 +10,11 @@ namespace fastconvt::cuda {
 // In shared memory: of every stage, that it is full; its producers arrive twice, the second time when their
 // asynchronous copies have landed.
 __device__ __forceinline__ void init_full(uint32_t barriers, int producers) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  for (int i = 0; i < kDenseGradientMaxStages; ++i) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barriers + 8 * i), "r"(2 * producers) : "memory");
-  }
-#endif
+  for (int i = 0; i < kDenseGradientMaxStages; ++i) mbarrier_init(barriers + 8 * i, 2 * producers);
 }
 __device__ __forceinline__ void arrive_full(uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-#endif
-}
-__device__ __forceinline__ void wait_full(uint32_t barrier, int parity) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 "
-      "done, [%0], %1; @!done bra again; }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 "
-      "done, [%0], %1; @!done bra again; }" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-#endif
+  mbarrier_arrive_after_copies(barrier);
+  mbarrier_arrive(barrier);
 }
 
 // Copies kBytes; zeros where nothing exists.

@@ -18,7 +18,7 @@ cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, cud
                                                  static_cast<int>(dense_gradient_budget(sizeof(T))));
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::min<int64_t>(p.tiles, dense_processors() * dense_gradient_blocks(sizeof(T)));
-  return launch_early(kernel, blocks, p.threads, t.shared_bytes, stream, p);
+  return launch_early(kernel, dim3(static_cast<unsigned>(blocks)), p.threads, t.shared_bytes, stream, p);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ template <typename T, DensePrecision kPrecision>
 __global__ void __launch_bounds__(256)
     dense_weights_kernel(const __grid_constant__ DenseParams p, int columns, int64_t entries) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  let_launch_start();
+  let_next_grid_begin();
   constexpr int kUnit = kGranule<T>;
   const int64_t entry = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (entry >= entries) return;
@@ -307,7 +307,7 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
     int until_flush = p.run;
     bool flushed = false;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      wait_full(barriers + 8 * stage, parity);
+      mbarrier_wait(barriers + 8 * stage, parity);
       const char* source = stages + stage * p.stage_bytes;
       operands.stage = shared_address(source);
       operands.weights =
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gr
   float4* const totals = room - (p.run > 0 ? kRows * kColumns * kDenseConsumers<T> : 0);
   char* const weights = shared + p.table_bytes;
   const int weight_bytes = p.resident ? p.chunks * p.weight_bytes : 0;
-  wait_for_launch();  // for the weights
+  wait_for_previous_grid();  // for the weights
   if (p.resident) {
     copy_words(static_cast<const char*>(p.workspace), weights, weight_bytes, threadIdx.x, p.threads);
     wait_for_copies();

@@ -22,8 +22,8 @@ cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, int
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   const int64_t blocks = kinds * dense_weight_sums(t) / 4 / kDenseReduceSlots;
-  return launch_early(dense_weight_reduction_kernel<T>, blocks, kDenseReduceThreads, 0, stream, p, kinds, kRows,
-                      kColumns);
+  return launch_early(dense_weight_reduction_kernel<T>, dim3(static_cast<unsigned>(blocks)), kDenseReduceThreads, 0,
+                      stream, p, kinds, kRows, kColumns);
 }
 
 }  // namespace

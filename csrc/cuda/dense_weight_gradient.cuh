@@ -264,7 +264,7 @@ __device__ __forceinline__ void consume_dense_weight(const DenseParams& p, const
   int stage = 0, parity = 0, until_flush = p.run;
   bool flushed = false;
   for (int index = split; index < p.tiles; index += p.splits) {
-    wait_full(barriers + 8 * stage, parity);
+    mbarrier_wait(barriers + 8 * stage, parity);
     operands.stage = shared_address(stages + stage * p.stage_bytes);
     operands.inputs = operands.stage + inputs;
     add_stage<T, kPrecision, kRows, kColumns>(operands, warp_k, p.warps_k, steps, sums);
@@ -297,7 +297,7 @@ template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
 __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kDenseWeightProducers, dense_gradient_blocks(sizeof(T)))
     dense_weight_gradient_kernel(const __grid_constant__ DenseParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  let_launch_start();
+  let_next_grid_begin();
   extern __shared__ __align__(16) char shared[];
   const DenseTables tables(p, shared);
   tables.fill(p);

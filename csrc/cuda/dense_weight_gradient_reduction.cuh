@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kDenseReduceThreads)
   const int slot_in_block = threadIdx.x % kDenseReduceSlots, share = threadIdx.x / kDenseReduceSlots;
   int64_t slot = static_cast<int64_t>(blockIdx.x) * kDenseReduceSlots + slot_in_block;  // slots are multiples of 32
   const float4* const partial = static_cast<const float4*>(p.workspace) + slot;
-  wait_for_launch();
+  wait_for_previous_grid();
   double sum[4] = {};
 #pragma unroll 4
   for (int split = share; split < p.splits; split += kShares) {

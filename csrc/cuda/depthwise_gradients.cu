@@ -118,15 +118,9 @@ template <typename T>
 cudaError_t launch_reduction(const DepthwiseWeightParams& whole, cudaStream_t stream) {
   const int64_t elements =
       (whole.output != nullptr ? whole.weight_elements : 0) + (whole.grad_bias != nullptr ? whole.channels : 0);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(elements, kDepthwiseReduceElements)));
-  config.blockDim = dim3(kDepthwiseReduceElements * kDepthwiseReduceShares);
-  config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, depthwise_weight_reduction_kernel<T>, whole);
+  const dim3 grid(static_cast<unsigned>(ceil_div(elements, kDepthwiseReduceElements)));
+  return launch_early(depthwise_weight_reduction_kernel<T>, grid, kDepthwiseReduceElements * kDepthwiseReduceShares, 0,
+                      stream, whole);
 }
 
 }  // namespace

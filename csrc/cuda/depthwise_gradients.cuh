@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (i >= total) return;
     if (own_turn) {
       const int stage = i % kStages;
-      if (i >= kStages) stage_barrier_wait(barriers + (kStages + stage) * 8, (i / kStages - 1) & 1);
+      if (i >= kStages) mbarrier_wait(barriers + (kStages + stage) * 8, (i / kStages - 1) & 1);
       copy_stage<Traits>(p, ahead, channel, stages + stage * p.stage, barriers + stage * 8);
     }
     ahead.advance(p);
@@ -52,15 +52,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
   if (number == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      stage_barrier_init(barriers + i * 8, 1);                   // it is full
-      stage_barrier_init(barriers + (kStages + i) * 8, kWarps);  // it has been read
+      mbarrier_init(barriers + i * 8, 1);                   // it is full
+      mbarrier_init(barriers + (kStages + i) * 8, kWarps);  // it has been read
     }
-    stage_fence();
+    fence_shared_writes();
   }
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < kDepthwiseAhead; ++i) copy(i, number < 32);
-  let_next_launch_begin();
+  let_next_grid_begin();
 
   // The threads beyond are as the first one, but add and store nothing.
   const bool works = number < p.threads;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const int bases = min(p.bases, p.height_bases - first);
     const T *grad_at = grad_place + stage + grad_shift, *input_at = input_place + stage + input_shift;
     if (kFlat) x = first * p.tile + group;
-    stage_barrier_wait(barriers + i % kStages * 8, i / kStages & 1);
+    mbarrier_wait(barriers + i % kStages * 8, i / kStages & 1);
     // A base of which all rows, or in a single axis all columns, exist, or not.
     const auto add_base = [&](int base, auto is_whole) {
       constexpr bool kWhole = decltype(is_whole)::value;
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
       if (kFlat) x += p.tile;
     }
     __syncwarp();
-    if (number % 32 == 0) stage_barrier_arrive(barriers + (kStages + i % kStages) * 8);
+    if (number % 32 == 0) mbarrier_arrive(barriers + (kStages + i % kStages) * 8);
     chain += bases;
     if (chain + p.bases > Traits::kChain) {
       thread.keep(column);

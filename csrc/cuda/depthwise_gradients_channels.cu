@@ -6,30 +6,15 @@
 
 #include "depthwise_gradients_tile.h"
 #include "dispatch.h"
+#include "tensor_map.h"
 
 namespace fastconvt::cuda {
 namespace {
 
-using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// Of the driver; null if it has none.
-EncodeMap find_encode_map() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
-          cudaSuccess ||
-      found != cudaDriverEntryPointSuccess) {
-    return nullptr;
-  }
-  return reinterpret_cast<EncodeMap>(function);
-}
-
 // A tensor in channels_last, and the box of it that is copied at a time: (channel, column, row, plane, sample).
 cudaError_t make_map(const Problem& problem, const void* tensor, int64_t width, int64_t height, int64_t depth,
                      const cuuint32_t (&box)[5], CUtensorMap& map) {
-  static const EncodeMap encode = find_encode_map();
+  const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t pixel = static_cast<cuuint64_t>(problem.in_channels * problem.element_size());
   const cuuint64_t w = width, h = height, d = depth;

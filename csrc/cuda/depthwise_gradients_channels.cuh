@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_boxes(const DepthwiseGradientsParams& p, co
              z - (Traits::kDepth - 1), unit.sample, barrier);
   }
   __syncwarp();
-  if (lane == 0) stage_barrier_arrive(barrier);
+  if (lane == 0) mbarrier_arrive(barrier);
 }
 
 #endif
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (i >= total) return;
     if (own_turn) {
       const int stage = i % kStages;
-      if (i >= kStages) stage_barrier_wait(barriers + (kStages + stage) * 8, (i / kStages - 1) & 1);
+      if (i >= kStages) mbarrier_wait(barriers + (kStages + stage) * 8, (i / kStages - 1) & 1);
       copy_boxes<Traits>(p, &grad_map, &input_map, ahead, first_channel, stages + stage * p.stage,
                          barriers + stage * 8);
     }
@@ -81,15 +81,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
   if (number == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      stage_barrier_init(barriers + i * 8, 1);                   // it is full
-      stage_barrier_init(barriers + (kStages + i) * 8, kWarps);  // it has been read
+      mbarrier_init(barriers + i * 8, 1);                   // it is full
+      mbarrier_init(barriers + (kStages + i) * 8, kWarps);  // it has been read
     }
-    stage_fence();
+    fence_shared_writes();
   }
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < kDepthwiseAhead; ++i) copy(i, number < 32);
-  let_next_launch_begin();
+  let_next_grid_begin();
 
   // The warps beyond are as the first one, but add and store nothing.
   const bool works = number < p.threads;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     const int stage = i % kStages * p.stage, first = at.slab * p.bases;
     const int bases = min(p.bases, p.height_bases - first);
     const T *grad_at = grad_place + stage, *input_at = input_place + stage;
-    stage_barrier_wait(barriers + i % kStages * 8, i / kStages & 1);
+    mbarrier_wait(barriers + i % kStages * 8, i / kStages & 1);
 #pragma unroll 1
     for (int b = 0; b < bases; ++b, grad_at += p.grad_base, input_at += p.input_base) {
       const int base = first + b;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
       target += p.input_row;
     }
     __syncwarp();
-    if (lane == 0) stage_barrier_arrive(barriers + (kStages + i % kStages) * 8);
+    if (lane == 0) mbarrier_arrive(barriers + (kStages + i % kStages) * 8);
     chain += bases;
     if (chain + p.bases > Traits::kChain) {
       thread.keep(column);

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "depthwise_gradients_params.cuh"
+#include "device/barrier.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/shared_address.cuh"
 
 namespace fastconvt::cuda {
@@ -12,30 +14,10 @@ namespace fastconvt::cuda {
 
 #ifdef FASTCONVT_DEPTHWISE_GRADIENTS
 
-__device__ __forceinline__ void stage_barrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void stage_barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void stage_barrier_wait(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nrepeat:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra repeat;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
-// Lets the launch after this one start, which waits for this one's results.
-__device__ __forceinline__ void let_next_launch_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void stage_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Addresses and size are multiples of 16 bytes.
+// Addresses and size are multiples of 16 bytes; the barrier waits for it.
 __device__ __forceinline__ void stage_copy(uint32_t target, uint64_t source, int bytes, uint32_t barrier) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-               "l"(source), "r"(bytes), "r"(barrier)
-               : "memory");
+  bulk_load(target, reinterpret_cast<const void*>(source), bytes, barrier);
 }
 
 // Copies all chunks of 16 bytes that [begin, end) of the tensor touches; the one of `first` goes to `place`. At the
@@ -59,7 +41,7 @@ __device__ __forceinline__ void copy_run(const typename Traits::T* tensor, int64
       for (int e = 0; e < Traits::kChunk; ++e) {
         if (source + e >= tensor && source + e < last) copy[e] = source[e];
       }
-      stage_fence();
+      fence_shared_writes();
     };
     if (from < reinterpret_cast<uint64_t>(tensor)) copy_one_by_one(from), from += 16;
     if (to > from && to > reinterpret_cast<uint64_t>(last)) to -= 16, copy_one_by_one(to);
@@ -115,7 +97,7 @@ __device__ __forceinline__ void copy_stage(const DepthwiseGradientsParams& p, co
                      stage + place, barrier);
   }
   __syncwarp();
-  if (lane == 0) stage_barrier_arrive(barrier);
+  if (lane == 0) mbarrier_arrive(barrier);
 }
 
 #endif

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "depthwise_weight_gradient_walk.cuh"
+#include "device/dependent_launch.cuh"
 
 namespace fastconvt::cuda {
 
@@ -324,9 +325,7 @@ __global__ void __launch_bounds__(kDepthwiseReduceElements* kDepthwiseReduceShar
   __shared__ double sums[kThreads];
   __shared__ unsigned repeated;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kDepthwiseReduceElements;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // for the launch before, where this one may start early
-#endif
+  wait_for_previous_grid();
   const int64_t weights = p.output != nullptr ? p.weight_elements : 0;
   const int64_t elements = weights + (p.grad_bias != nullptr ? p.channels : 0);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kDepthwiseReduceElements, element = first + lane;

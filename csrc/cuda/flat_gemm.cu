@@ -177,17 +177,8 @@ cudaError_t launch_flat_products(const FlatGemmTile& t, FlatGemmParams& p, cudaS
     while (std::gcd(blocks, t.classes * t.channel_blocks) != 1) --blocks;
     if (blocks < resident * 9 / 10) blocks = resident;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kFlatGemmThreads<kThree>);
-  config.dynamicSmemBytes = static_cast<size_t>(t.shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return launch_early(kernel, grid, kFlatGemmThreads<kThree>, t.shared_bytes, stream, p);
 }
 
 cudaError_t launch_flat_tile(const Problem& problem, const FlatGemmTile& t, const void* input, const void* weight,

@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, uns
     FlatGemmSums sum[2] = {};
     uint32_t before = 0;
     const auto release = [&] {
-      if (before != 0 && threadIdx.x % 32 == 0) barrier_arrive(before);
+      if (before != 0 && threadIdx.x % 32 == 0) mbarrier_arrive(before);
     };
     int stage = 0, chunk = 0;
     const auto multiply = [&] {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, uns
       const uint32_t at = shared_address(shared) + place * p.stage_bytes;
       const uint64_t weights = line_operand(at + p.input_bytes * (kThree ? 2 : 1));
       const uint64_t cells = line_operand(at + group * p.half * 64);
-      barrier_wait(barriers.full(place), parity);
+      mbarrier_wait(barriers.full(place), parity);
       if constexpr (kThree) {
         const int rest = p.input_bytes >> 4, skip = p.pairs ? first_taps * (kFlatGemmTapBytes >> 3) : 0;
         if (p.chains) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, uns
           add_unit_three(sum[0], tap, first_taps, weights, cells, rest);
           add_unit_three(sum[1], second, second_taps, weights + skip, cells + p.unit * 4, rest);
         }
-        if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty(place));
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.empty(place));
       } else {
         const int skip = p.pairs ? first_taps * (kFlatGemmTapBytes >> 4) : 0;
         add_unit(sum[0], tap, first_taps, weights, cells);
@@ -141,10 +141,10 @@ __global__ void __launch_bounds__(kFlatGemmThreads<kThree>, 1)
   if (threadIdx.x == 0) {
     const FlatGemmBarriers barriers{shared_address(shared) + p.barriers_at, p.stages};
     for (int i = 0; i < p.stages; ++i) {
-      barrier_init(barriers.full(i), kFlatGemmLoaders<kThree> / 32 + 1);
-      barrier_init(barriers.empty(i), 2 * kFlatGemmGroup / 32);
+      mbarrier_init(barriers.full(i), kFlatGemmLoaders<kThree> / 32 + 1);
+      mbarrier_init(barriers.empty(i), 2 * kFlatGemmGroup / 32);
     }
-    fence_barriers();
+    fence_shared_writes();
   }
   __syncthreads();
   if (threadIdx.x < 2 * kFlatGemmGroup) {

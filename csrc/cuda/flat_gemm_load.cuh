@@ -190,9 +190,9 @@ __device__ __forceinline__ void load_items(const FlatGemmParams& p, int thread, 
   const auto store = [&](const FlatGemmRound& round, const typename Walk::Values& x) {
     const uint32_t target = shared_address(shared) + place * p.stage_bytes, full = barriers.full(place);
     if (round.begin == 0) {
-      barrier_wait(barriers.empty(place), parity ^ 1);
+      mbarrier_wait(barriers.empty(place), parity ^ 1);
       if (thread == 0) {
-        barrier_expect(full, round.bytes);
+        mbarrier_arrive_expecting(full, round.bytes);
         bulk_load(target + p.input_bytes * (kThree ? 2 : 1), round.weights, round.bytes, full);
       }
     }
@@ -205,9 +205,9 @@ __device__ __forceinline__ void load_items(const FlatGemmParams& p, int thread, 
       store_rounded<kThree>(address + u * Walk::kTurn * 64, p.input_bytes, x[u]);
     }
     if (!round.last) return;
-    fence_barriers();  // what was stored is read by the matrix unit
+    fence_shared_writes();  // what was stored is read by the matrix unit
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
     if (++place == p.stages) place = 0, parity ^= 1;
   };
   Walk walk;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void load_items(const FlatGemmParams& p, int thread, 
   walk.seek(p);
   typename Walk::Values even, odd;
   FlatGemmRound first = walk.load(p, thread, table, even);
-  if (thread == 0) wait_for_launch_before();  // for the packed weights
+  if (thread == 0) wait_for_previous_grid();  // for the packed weights
   while (true) {
     const FlatGemmRound second = walk.load(p, thread, table, odd);
     if (first.bytes == 0) break;

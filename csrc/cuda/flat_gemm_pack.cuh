@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kFlatGemmPackThreads)
     flat_gemm_pack_kernel(const __grid_constant__ FlatGemmParams p, const __grid_constant__ FlatGemmPackParams q) {
   extern __shared__ float staged[];
   __shared__ short2 order[kFlatGemmMaxTaps];
-  let_next_launch_start();
+  let_next_grid_begin();
   if (p.split && blockIdx.x == 0) {
     for (int i = threadIdx.x; i < 2 * kFlatGemmMaxBlocks; i += kFlatGemmPackThreads) p.flags[i] = 0;
   }

@@ -3,6 +3,7 @@
 // whole output rows are folded and stored.
 #pragma once
 
+#include "device/barrier.cuh"
 #include "heads_box_fold.cuh"
 #include "heads_box_load.cuh"
 #include "heads_box_product.cuh"
@@ -116,7 +117,7 @@ class HeadsBoxKernel {
       place_weights(first, value);
     }
     if (threadIdx.x < p.out_channels) tables.bias[threadIdx.x] = bias;
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_shared_writes();
     __syncthreads();
     if (!reads) return;
 #pragma unroll 1

@@ -41,7 +41,10 @@ cudaError_t launch(const HeadsGradientParams& params, const HeadsGradientTile& t
   const cudaError_t error =
       count_resident_blocks(kernel, kHeadsGradientThreads, shared, static_cast<int>(kHeadsGradientShared), blocks);
   if (error != cudaSuccess) return error;
-  return launch_early(kernel, dim3(params.splits, kinds), kHeadsGradientThreads, shared, stream, params, early);
+  const dim3 grid(params.splits, kinds);
+  if (early) return launch_early(kernel, grid, kHeadsGradientThreads, shared, stream, params);
+  kernel<<<grid, kHeadsGradientThreads, shared, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <typename T>

@@ -80,7 +80,7 @@ class LongRowsMaker : LongRowsRole<Traits> {
         if (i + 1 == (kSteps > 0 ? 1 : p.tile.blocks)) arrive(this->empty(buffers.at));
         if (!stages.fresh) wait_at(this->free(stages.at), stages.parity ^ 1);
         finish(batch, block, first, terms, this->outputs(stages.at), sum);
-        fence_before_bulk();
+        fence_shared_writes();
         arrive(this->staged(stages.at));
         terms += kLongRowsChannels;
         if (this->advance(block)) input += p.tile.steps * step_pitch;

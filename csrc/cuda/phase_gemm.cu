@@ -151,17 +151,8 @@ cudaError_t launch_products(Kernel* kernel, const PhaseGemmTile& t, const PhaseG
       count_resident_blocks(kernel, kThreads, t.shared_bytes, static_cast<int>(kPhaseGemmShared), resident);
   if (error != cudaSuccess) return error;
   if (resident == 0) return cudaErrorNotSupported;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(count_blocks(t.items, static_cast<int>(t.phases) * t.channel_blocks, resident));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(t.shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const dim3 grid(count_blocks(t.items, static_cast<int>(t.phases) * t.channel_blocks, resident));
+  return launch_early(kernel, grid, kThreads, t.shared_bytes, stream, p);
 }
 
 template <typename T, bool kThree, int kShape = 0>

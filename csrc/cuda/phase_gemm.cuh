@@ -142,8 +142,8 @@ __device__ __forceinline__ void multiply_items(const PhaseGemmParams& p, unsigne
       uint32_t done[2] = {};  // barriers of the stage before
       const auto release = [&](bool first) {
         if (!first || lane != 0) return;
-        if (done[0] != 0) barrier_arrive(done[0]);
-        if (done[1] != 0) barrier_arrive(done[1]);
+        if (done[0] != 0) mbarrier_arrive(done[0]);
+        if (done[1] != 0) mbarrier_arrive(done[1]);
       };
 #pragma unroll 1
       for (; at.pass == pass; at.advance(p, item), ring.advance(p.stages)) {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply_items(const PhaseGemmParams& p, unsigne
         const PhaseGemmSteps steps{tap_table + at.entry + at.tap, log2, at.count(p) << log2,
                                    shared + p.weights_at + ring.place * p.stage_bytes,
                                    kColumns * 32 * (log2 == 0 ? p.steps : 1)};
-        barrier_wait(barriers.full(ring.place), ring.parity);
+        mbarrier_wait(barriers.full(ring.place), ring.parity);
         if constexpr (kThree) {
           add_three<T>(sum, cell, steps);
         } else {
@@ -194,11 +194,11 @@ __global__ void __launch_bounds__(2 * kPhaseGemmThreads, kBlocks)
   if (threadIdx.x == 0) {
     const PhaseGemmBarriers barriers{shared_address(shared_bytes) + p.barriers_at, p.stages};
     for (int i = 0; i < p.stages; ++i) {
-      barrier_init(barriers.full(i), kPhaseGemmThreads + 1);
-      barrier_init(barriers.empty(i), kPhaseGemmWarps);
+      mbarrier_init(barriers.full(i), kPhaseGemmThreads + 1);
+      mbarrier_init(barriers.empty(i), kPhaseGemmWarps);
     }
-    for (int i = 0; i < p.buffers; ++i) barrier_init(barriers.free(i), kPhaseGemmWarps);
-    fence_barriers();
+    for (int i = 0; i < p.buffers; ++i) mbarrier_init(barriers.free(i), kPhaseGemmWarps);
+    fence_shared_writes();
   }
   __syncthreads();
   if (threadIdx.x < kPhaseGemmThreads) {

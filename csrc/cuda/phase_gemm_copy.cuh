@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_inputs(const PhaseGemmParams& p, const Phas
 template <int kColumns>
 __device__ __forceinline__ void copy_stages(const PhaseGemmParams& p, int thread, int* table, uint32_t shared) {
   const PhaseGemmBarriers barriers{shared + p.barriers_at, p.stages};
-  wait_for_launch_before();  // for the packed tensors
+  wait_for_previous_grid();  // for the packed tensors
   PhaseGemmRing ring;
   PhaseGemmCursor at;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
@@ -56,18 +56,18 @@ __device__ __forceinline__ void copy_stages(const PhaseGemmParams& p, int thread
     const char* weights = static_cast<const char*>(p.packed_weight) + item.unit * unit_bytes;
     for (at.begin(p, item); at.pass < p.passes; at.advance(p, item), ring.advance(p.stages)) {
       const uint32_t full = barriers.full(ring.place);
-      barrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+      mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
       const int bytes = at.count(p) * unit_bytes;
       if (thread == 0) {
-        barrier_expect(full, bytes);
+        mbarrier_arrive_expecting(full, bytes);
         bulk_load(shared + p.weights_at + ring.place * p.stage_bytes, weights, bytes, full);
       }
       weights += bytes;
       if (at.tap == 0 && at.loading) {
-        barrier_wait(barriers.free(at.loads.place), at.loads.parity ^ 1);
+        mbarrier_wait(barriers.free(at.loads.place), at.loads.parity ^ 1);
         copy_inputs(p, item, at.chunk, thread, table, shared + p.inputs_at + at.loads.place * p.buffer_bytes);
       }
-      barrier_arrive_after_copies(full);
+      mbarrier_arrive_after_copies(full);
     }
   }
 }

@@ -147,7 +147,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPackThreads)
     phase_gemm_pack_kernel(const __grid_constant__ PhaseGemmParams p, const __grid_constant__ PhaseGemmPackParams q,
                            uint4* weights, uint4* inputs) {
-  let_next_launch_start();
+  let_next_grid_begin();
   const int64_t block = blockIdx.x;
   if (block < q.weight_blocks) {
     const int64_t index = block * kPackThreads + threadIdx.x;

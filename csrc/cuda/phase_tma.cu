@@ -8,6 +8,7 @@
 #include "launchers.h"
 #include "occupancy.h"
 #include "phase_tma_pack.cuh"
+#include "tensor_map.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -161,26 +162,10 @@ cudaError_t launch_pack(const Problem& problem, const PhaseTmaTile& t, const Pha
   return cudaGetLastError();
 }
 
-using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// From the driver, which the library is not linked to; null if it does not have it.
-EncodeMap find_encode_map() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
-          cudaSuccess ||
-      found != cudaDriverEntryPointSuccess) {
-    return nullptr;
-  }
-  return reinterpret_cast<EncodeMap>(function);
-}
-
 // The tensor that copies read, channels innermost, and their box.
 cudaError_t make_map(const Problem& problem, const PhaseTmaTile& t, const PhaseTmaParams& p, void* workspace,
                      CUtensorMap& map) {
-  static const EncodeMap encode = find_encode_map();
+  const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   const bool packed = copies_packed(problem, p.input);
   const cuuint64_t channels = static_cast<cuuint64_t>(p.group_channels) * problem.groups;
@@ -226,17 +211,8 @@ cudaError_t launch_products(Kernel* kernel, int threads, const PhaseTmaTile& t, 
   if (resident == 0) return cudaErrorNotSupported;
   const int of_a_tile =
       p.axis[0].phases.divisor * p.axis[1].phases.divisor * p.axis[2].phases.divisor * t.channel_blocks;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(count_blocks(t.items, of_a_tile, resident));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = static_cast<size_t>(t.shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, map);
+  const dim3 grid(count_blocks(t.items, of_a_tile, resident));
+  return launch_early(kernel, grid, threads, t.shared_bytes, stream, p, map);
 }
 
 template <typename T, int kShape = 0>

@@ -98,7 +98,7 @@ __device__ __forceinline__ void post_tasks(const PhaseTmaShared& shared, const E
       const int taps = max(phase.count, __shfl_xor_sync(~0u, phase.count, 1));
       int start[3];
       find_start(p, phase, start);
-      barrier_wait(barriers.done(place), parity);
+      mbarrier_wait(barriers.done(place), parity);
       parity ^= 1;
       if (pass == 0) {
         float* const terms = shared.terms(item_slot);
@@ -128,14 +128,14 @@ __device__ __forceinline__ void post_tasks(const PhaseTmaShared& shared, const E
       }
       if (lane < 2) write_share(p, item, phase, start, batches, warpgroup, task.share[warpgroup]);
       __syncwarp();
-      if (lane == 0) barrier_arrive(barriers.posted(place));
+      if (lane == 0) mbarrier_arrive(barriers.posted(place));
     }
   }
   if (number % 2 != place) return;
-  barrier_wait(barriers.done(place), parity);
+  mbarrier_wait(barriers.done(place), parity);
   if (lane == 0) {
     task.group = -1;
-    barrier_arrive(barriers.posted(place));
+    mbarrier_arrive(barriers.posted(place));
   }
 }
 
@@ -145,10 +145,10 @@ __device__ __forceinline__ void copy_tasks(const PhaseTmaShared& shared, const C
   const uint32_t base = shared_address(shared.bytes);
   const PhaseTmaBarriers barriers{base};
   const bool shares = p.split != PhaseTmaSplit::kCells;  // both warpgroups have weights of their own
-  wait_for_launch_before();                              // for the packed tensors
+  wait_for_previous_grid();                              // for the packed tensors
   PhaseGemmRing ring, stages, buffers;
   for (;; ring.advance(2)) {
-    barrier_wait(barriers.posted(ring.place), ring.parity);
+    mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTmaTask& task = shared.tasks()[ring.place];
     if (task.group < 0) break;
     const int taps = task.taps, even = task.share[0].count, odd = shares ? task.share[1].count : 0;
@@ -156,21 +156,21 @@ __device__ __forceinline__ void copy_tasks(const PhaseTmaShared& shared, const C
     int at[5];
 #pragma unroll
     for (int i = 0; i < 5; ++i) at[i] = task.at[i];
-    barrier_arrive(barriers.done(ring.place));
+    mbarrier_arrive(barriers.done(ring.place));
     if (taps == 0) continue;
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      barrier_wait(barriers.free(buffers.place), buffers.parity ^ 1);
-      barrier_expect(barriers.loaded(buffers.place), p.copied_bytes);
+      mbarrier_wait(barriers.free(buffers.place), buffers.parity ^ 1);
+      mbarrier_arrive_expecting(barriers.loaded(buffers.place), p.copied_bytes);
       tensor_load(base + p.inputs_at + buffers.place * p.buffer_bytes, map, at, barriers.loaded(buffers.place));
       buffers.advance(p.buffers);
       at[0] += p.chunk;
       for (int tap = 0; tap < taps; tap += p.taps_per_stage, stages.advance(p.stages)) {
         const uint32_t full = barriers.full(stages.place);
         const uint32_t to = base + p.weights_at + stages.place * p.stage_bytes;
-        barrier_wait(barriers.empty(stages.place), stages.parity ^ 1);
+        mbarrier_wait(barriers.empty(stages.place), stages.parity ^ 1);
         const int bytes = min(p.taps_per_stage, max(0, even - tap)) * p.unit_bytes;
         const int odd_bytes = min(p.taps_per_stage, max(0, odd - tap)) * p.unit_bytes;
-        barrier_expect(full, bytes + odd_bytes);
+        mbarrier_arrive_expecting(full, bytes + odd_bytes);
         if (bytes > 0) bulk_load(to, weights, bytes, full);
         if (odd_bytes > 0) bulk_load(to + p.taps_per_stage * p.unit_bytes, odd_weights, odd_bytes, full);
         weights += bytes, odd_weights += odd_bytes;
@@ -191,8 +191,8 @@ __device__ __forceinline__ void multiply_pass(const PhaseTmaParams& p, uint32_t 
   const bool arrives = threadIdx.x % 32 == 0;
   uint32_t done_stage = 0, done_buffer = 0;  // barriers of what the tap before was the last to read
   const auto release = [&] {
-    if (arrives && done_stage != 0) barrier_arrive(done_stage);
-    if (arrives && done_buffer != 0) barrier_arrive(done_buffer);
+    if (arrives && done_stage != 0) mbarrier_arrive(done_stage);
+    if (arrives && done_buffer != 0) mbarrier_arrive(done_buffer);
   };
   int add = 0;
 #pragma unroll 1
@@ -201,12 +201,12 @@ __device__ __forceinline__ void multiply_pass(const PhaseTmaParams& p, uint32_t 
     const uint32_t buffer = buffers.place * p.buffer_bytes;
     uint32_t weights = 0;
     int in_stage = 0;
-    barrier_wait(barriers.loaded(buffers.place), buffers.parity);
+    mbarrier_wait(barriers.loaded(buffers.place), buffers.parity);
 #pragma unroll 1
     for (int tap = 0; tap < taps; ++tap) {
       if (in_stage == 0) {
         weights = base + p.weights_at + stages.place * p.stage_bytes + part * p.taps_per_stage * p.unit_bytes;
-        barrier_wait(barriers.full(stages.place), stages.parity);
+        mbarrier_wait(barriers.full(stages.place), stages.parity);
       }
       if (tap < count) {
         const uint32_t offset = (buffer + at.offset) >> 4, unit = weights >> 4;
@@ -297,7 +297,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
   bool finite = true, constant = true, stored = false;  // of the item so far
   PhaseGemmRing ring, stages, buffers;
   for (;; ring.advance(2)) {
-    barrier_wait(barriers.posted(ring.place), ring.parity);
+    mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTmaTask& task = shared.tasks()[ring.place];
     if (task.group < 0) break;
     const PhaseTmaShare& share = task.share[warpgroup];
@@ -348,7 +348,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
       finite = constant = stored = true;
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.done(ring.place));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.done(ring.place));
   }
 }
 
@@ -363,19 +363,19 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
   if (threadIdx.x == 0) {
     const PhaseTmaBarriers barriers{shared_address(shared.bytes)};
     for (int i = 0; i < kPhaseTmaMaxStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), kWarpgroups * 4);
+      mbarrier_init(barriers.full(i), 1);
+      mbarrier_init(barriers.empty(i), kWarpgroups * 4);
     }
     for (int i = 0; i < kPhaseTmaMaxBuffers; ++i) {
-      barrier_init(barriers.loaded(i), 1);
-      barrier_init(barriers.free(i), kWarpgroups * 4);
+      mbarrier_init(barriers.loaded(i), 1);
+      mbarrier_init(barriers.free(i), kWarpgroups * 4);
     }
     for (int i = 0; i < 2; ++i) {
-      barrier_init(barriers.posted(i), 1);
-      barrier_init(barriers.done(i), kWarpgroups * 4 + 1);
+      mbarrier_init(barriers.posted(i), 1);
+      mbarrier_init(barriers.done(i), kWarpgroups * 4 + 1);
     }
     not_finite = 0;
-    fence_barriers();
+    fence_shared_writes();
   }
   __syncthreads();
   if (threadIdx.x < kWarpgroups * 128) {

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kPhaseTmaPackThreads)
     phase_tma_pack_kernel(const __grid_constant__ PhaseTmaParams p, const __grid_constant__ PhaseTmaPackParams q,
                           uint4* weights, uint4* inputs) {
   __shared__ PhaseTmaPackTile tile;
-  let_next_launch_start();
+  let_next_grid_begin();
   const int64_t block = blockIdx.x;
   if (block < q.weight_blocks) {
     pack_weights<T>(p, q, block, tile, weights);

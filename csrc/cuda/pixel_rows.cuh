@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) pixel_rows_kernel(const _
   }
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   stage_pixel_rows_channels(role);
-  fence_before_bulk();
+  fence_shared_writes();
   __syncthreads();
   if (thread < 32 * Traits::kMakers) {
     PixelRowsMaker<Traits>(p, shared).run();

@@ -183,7 +183,7 @@ class PixelRowsMaker : PixelRowsRole<Traits> {
         stage_pixel_rows_by_definition<Traits>(p, item, phase, block * kPixelRowsChannels, first, this->terms(), stage);
       }
     }
-    fence_before_bulk();
+    fence_shared_writes();
     __syncwarp();
     if (lane == 0) arrive_at(this->staged(stages.at));
   }

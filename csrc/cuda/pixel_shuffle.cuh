@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
       feed.release();
     }
   }
-  if constexpr (Traits::kWide) pixel_shuffle_fence_wide();
+  if constexpr (Traits::kWide) fence_shared_writes();
   pixel_shuffle_sync(threads);
   const int warp_m = warp % p.tile.warps_m, warp_n = warp / p.tile.warps_m;
   const int parts = (p.tile.steps + p.tile.stage_steps - 1) / p.tile.stage_steps;

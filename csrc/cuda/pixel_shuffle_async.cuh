@@ -3,6 +3,7 @@
 
 #include "../core/pixel_shuffle.h"
 
+#include "device/barrier.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 
@@ -96,32 +97,6 @@ struct PixelShuffleShare {
   }
 };
 
-__device__ __forceinline__ void pixel_shuffle_init_barrier(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void pixel_shuffle_arrive(uint32_t barrier) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-}
-// Arrives when the thread's copies have.
-__device__ __forceinline__ void pixel_shuffle_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// Until the phase of this parity is complete.
-__device__ __forceinline__ void pixel_shuffle_wait(uint32_t barrier, int parity) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-#else
-  asm volatile(
-      "{ .reg .pred done; again: mbarrier.test_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-#endif
-}
 // Of the first `threads` threads of the block.
 __device__ __forceinline__ void pixel_shuffle_sync(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");

@@ -20,8 +20,8 @@ class PixelShuffleFeed {
   static __device__ void init(const PixelShuffleParams& p, uint32_t shared) {
 #pragma unroll 1
     for (int i = 0; i < p.tile.stages; ++i) {
-      pixel_shuffle_init_barrier(shared + p.tile.barriers + 16 * i, kPixelShuffleProducers);
-      pixel_shuffle_init_barrier(shared + p.tile.barriers + 16 * i + 8, p.tile.warps);
+      mbarrier_init(shared + p.tile.barriers + 16 * i, kPixelShuffleProducers);
+      mbarrier_init(shared + p.tile.barriers + 16 * i + 8, p.tile.warps);
     }
   }
 
@@ -58,20 +58,20 @@ class PixelShuffleFeed {
 
   // The oldest stage that was copied, once it is there.
   __device__ uint32_t wait() const {
-    pixel_shuffle_wait(barriers + 16 * stage, parity);
+    mbarrier_wait(barriers + 16 * stage, parity);
     return ring + stage * p.tile.stage_bytes;
   }
   // The one after it.
   __device__ uint32_t wait_for_next() const {
     const bool wraps = stage + 1 == p.tile.stages;
     const int next = wraps ? 0 : stage + 1;
-    pixel_shuffle_wait(barriers + 16 * next, wraps ? parity ^ 1 : parity);
+    mbarrier_wait(barriers + 16 * next, wraps ? parity ^ 1 : parity);
     return ring + next * p.tile.stage_bytes;
   }
   // The warp has done with it.
   __device__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) pixel_shuffle_arrive(barriers + 16 * stage + 8);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers + 16 * stage + 8);
     next_stage();
   }
 
@@ -80,15 +80,15 @@ class PixelShuffleFeed {
     if (++stage == p.tile.stages) stage = 0, parity ^= 1;
   }
   __device__ uint32_t begin_stage() const {
-    pixel_shuffle_wait(barriers + 16 * stage + 8, parity ^ 1);
+    mbarrier_wait(barriers + 16 * stage + 8, parity ^ 1);
     return ring + stage * p.tile.stage_bytes;
   }
   __device__ void end_stage(int copied) {
     if (Traits::kSize == 2 && copied == 2) {  // single elements of 16 bits are stored
       pixel_shuffle_wait_for_copies();
-      pixel_shuffle_arrive(barriers + 16 * stage);
+      mbarrier_arrive(barriers + 16 * stage);
     } else {
-      pixel_shuffle_arrive_after_copies(barriers + 16 * stage);
+      mbarrier_arrive_after_copies(barriers + 16 * stage);
     }
     next_stage();
   }

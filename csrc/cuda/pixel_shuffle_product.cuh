@@ -64,7 +64,7 @@ class PixelShuffleProduct {
   __device__ __forceinline__ void add_wide(uint32_t weights, uint32_t inputs, int steps, int positions,
                                            Sums& sum) const {
     inputs += right_lane;
-    pixel_shuffle_fence_wide();
+    fence_shared_writes();
 #pragma unroll 1
     for (int first = 0; first < steps; first += 4) {
       pixel_shuffle_pin(sum);

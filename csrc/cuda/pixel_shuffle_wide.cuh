@@ -98,13 +98,6 @@ __device__ __forceinline__ void pixel_shuffle_pin(E (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) pixel_shuffle_pin(x[i]);
 }
 
-// Makes what is in shared memory visible to wide products.
-__device__ __forceinline__ void pixel_shuffle_fence_wide() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
 #endif
 
 }  // namespace fastconvt::cuda

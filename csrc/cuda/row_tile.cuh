@@ -131,7 +131,7 @@ class RowTileKernel {
         }
       }
     }
-    fence_before_bulk();
+    fence_shared_writes();
   }
 
   // The constant rows that follow the data row, and those that lead a plane, before its outputs: the memory has work
@@ -341,7 +341,7 @@ class RowTileKernel {
     for (int i = slot; i < before; i += 8) data[i] = constant;
 #pragma unroll 1
     for (int i = slot; i < after; i += 8) data[before + count + i] = constant;
-    fence_before_bulk();
+    fence_shared_writes();
     __syncwarp();
     const int low = min(missing_in(row, kVector), stored), bulk = (stored - low) & -kVector, rest = stored - low - bulk;
     if (slot == 0 && bulk > 0) {

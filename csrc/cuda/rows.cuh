@@ -59,7 +59,7 @@ class RowsKernel {
     prefetch_inputs();
     const RowsConstants<Traits> constant_rows{p, b, constants, stream_policy};
     constant_rows.fill();
-    fence_before_bulk();
+    fence_shared_writes();
     wait_for_copies();
     __syncthreads();
     constant_rows.store();  // before the data: the memory has work while the block computes

@@ -2,6 +2,7 @@
 // capability 9.0).
 #pragma once
 
+#include "device/barrier.cuh"
 #include "device/bulk.cuh"
 
 namespace fastconvt::cuda {
@@ -22,28 +23,11 @@ __device__ inline void copy_or_clear_async(void* target, const void* source, boo
   }
 }
 
-// A barrier in shared memory: a phase is complete when `count` threads have arrived; phases alternate in parity.
-__device__ inline void init_barrier(uint64_t* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ inline void arrive_at(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Arrives when the thread's copies have.
-__device__ inline void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Until the phase of this parity is complete.
-__device__ inline void wait_at(uint64_t* barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
+// The barriers of device/barrier.cuh, by pointers.
+__device__ inline void init_barrier(uint64_t* barrier, int count) { mbarrier_init(shared_address(barrier), count); }
+__device__ inline void arrive_at(uint64_t* barrier) { mbarrier_arrive(shared_address(barrier)); }
+__device__ inline void arrive_after_copies(uint64_t* barrier) { mbarrier_arrive_after_copies(shared_address(barrier)); }
+__device__ inline void wait_at(uint64_t* barrier, int parity) { mbarrier_wait(shared_address(barrier), parity); }
 
 // Barrier `id` (0 is __syncthreads) of `threads` threads.
 __device__ inline void sync_named(int id, int threads) {

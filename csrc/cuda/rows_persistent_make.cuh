@@ -64,7 +64,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
   __device__ void change_channels(int block) {
     this->sync_roles();
     stage_channels<Traits>(p, block, this->weights, terms, this->constants, threadIdx.x, this->makers());
-    fence_before_bulk();
+    fence_shared_writes();
     this->sync_roles();
     const bool finite[2] = {is_finite(terms[row]), is_finite(terms[row + 8])};
     start[0] = finite[0] ? terms[row] : 0.f;
@@ -88,7 +88,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
       uint64_t* const last_of = --left == 0 ? inputs : nullptr;
       if (this->has_output(this->output_y(base, phase))) {
         make_row(item, base, phase, chunk, stage, last_of);
-        fence_before_bulk();
+        fence_shared_writes();
       } else {
         finish(last_of);
         stage.wait_until_free();

@@ -96,7 +96,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
     if (this->has_output(y)) {
       const Range range = row_range(item, y, phase, false);
       fill_ends(range, stage.outputs);
-      fence_before_bulk();
+      fence_shared_writes();
       wait_at(stage.staged, stage.round % 2);
       __syncwarp();
       store_staged(item, range, stage.outputs);

@@ -1,6 +1,7 @@
 // Asynchronous copies of compute capability 8.0 (16 and 4 bytes a thread) and 9.0 (bulk stores, L2 prefetches).
 #pragma once
 
+#include "barrier.cuh"
 #include "shared_address.cuh"
 
 namespace fastconvt::cuda {
@@ -30,14 +31,12 @@ __device__ inline void copy_4_async(float* target, const float* source) {
 }
 
 // Bulk store from shared memory: both addresses and the size are multiples of 16 bytes. Writes to the source must be
-// fenced (fence_before_bulk) by their threads; the source may change after wait_for_bulk_reads by the storing thread.
+// fenced (fence_shared_writes) by their threads; the source may change after wait_for_bulk_reads by the storing thread.
 __device__ inline void bulk_store(float* target, const float* source, int count, uint64_t policy) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(target),
                "r"(shared_address(source)), "r"(count * 4), "l"(policy)
                : "memory");
 }
-// Makes what this thread has written to shared memory visible to bulk stores that are issued after a barrier.
-__device__ inline void fence_before_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ inline void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace fastconvt::cuda {
 
 // Nothing that another grid writes may be read, and nothing written, before this.
@@ -15,28 +17,28 @@ __device__ __forceinline__ void wait_for_previous_grid() {
 // The next grid may get ready.
 __device__ __forceinline__ void let_next_grid_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that calls wait_for_previous_grid(); `early`: before the one before it has ended.
-template <typename Params>
-cudaError_t launch_early(void (*kernel)(Params), dim3 grid, int threads, int shared, cudaStream_t stream,
-                         const Params& params, bool early = true) {
+// Launches a kernel that calls wait_for_previous_grid(), perhaps before the grid before it has ended.
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared, cudaStream_t stream,
+                         const Params&... params) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = early && major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 }  // namespace fastconvt::cuda
