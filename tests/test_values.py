@@ -27,6 +27,17 @@ def check_forward(case, x, w, b, device):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if min(case.input) > 0], ids=str)
+def test_what_is_not_finite_stays_where_it_belongs(case, dtype, device):
+    """An infinite weight meets existing inputs only, a NaN among the inputs its own outputs. ATen pads with zeros."""
+    x, w, b = case.tensors(dtype, device)
+    w.view(-1)[0], x.view(-1)[-1] = torch.inf, torch.nan
+    call = functools.partial(harness.forward, case, x, w, b)
+    outputs = harness.on_every_candidate(case, call, dtype, device, skip=("aten",))
+    harness.check_every(outputs, reference.output_rule(x, w, b, *case.args))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case, dtype, device):
