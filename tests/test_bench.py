@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import fastconvt
-from fastconvt.bench import accuracy, chart, floor, report, summary, timing
+from fastconvt.bench import accuracy, chart, floor, report, summary, timing, tune
 from fastconvt.bench.__main__ import main
 from fastconvt.bench.contestants import build_calls, flipped, pytorch
 from fastconvt.bench.layers import DTYPES, REFERENCE, Layer, load_suite, make_tensors
@@ -154,6 +154,23 @@ def test_refusals_say_why(arguments, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit, match=message):
         main(["--device", "cpu", *arguments])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tune_needs_a_gpu(tmp_path):
+    with pytest.raises(SystemExit, match="autotune needs a GPU"):
+        tune.main([str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_tune_times_each_problem_once(suite, tmp_path):
+    folder = tmp_path / "table"
+    for _ in range(2):
+        tune.main([str(folder), "--suites", str(suite), "--precision", "fp32", "--layout", "contiguous"])
+    (file,) = folder.iterdir()
+    problems = [line.split("\t")[0] for line in file.read_text().splitlines()]
+    assert len(problems) == len(set(problems)) and sum(p.startswith("forward ") for p in problems) >= 3
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "train"])
