@@ -1,5 +1,7 @@
 #include "planning.h"
 
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>
@@ -12,6 +14,7 @@ namespace {
 
 std::mutex force_mutex;
 std::string forced_candidate;
+std::atomic<uint64_t> force_version{0};
 
 std::string current_force() {
   const std::lock_guard<std::mutex> lock(force_mutex);
@@ -19,8 +22,19 @@ std::string current_force() {
 }
 
 bool log_wanted() {
-  const char* value = std::getenv("FASTCONVT_LOG_PLAN");
-  return value != nullptr && std::string(value) == "1";
+  static const char* const value = std::getenv("FASTCONVT_LOG_PLAN");
+  static const bool wanted = value != nullptr && std::string(value) == "1";
+  return wanted;
+}
+
+// Of what differs between the layers of a network.
+size_t hash(Operation operation, const Problem& p) {
+  uint64_t mixed = static_cast<uint64_t>(operation) + 7 * static_cast<uint64_t>(p.dtype);
+  for (const int64_t value : {p.batch, p.in_channels, p.out_channels, p.groups}) mixed = mixed * 1000003 + value;
+  for (const Axis& a : p.axis) {
+    for (const int64_t value : {a.in, a.kernel, a.stride, a.padding}) mixed = mixed * 1000003 + value;
+  }
+  return static_cast<size_t>(mixed ^ mixed >> 32);
 }
 
 const std::string kPlain = "conv_transpose";
@@ -76,10 +90,30 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
 }
 
 Plan plan_operation(Operation operation, const Problem& problem, const DeviceInfo& device) {
-  static const bool log = log_wanted();
   Plan plan = current_plan(operation, problem, device);
-  if (log) std::fprintf(stderr, "fastconvt: %s\n", plan.to_line().c_str());
+  if (log_wanted()) std::fprintf(stderr, "fastconvt: %s\n", plan.to_line().c_str());
   return plan;
+}
+
+Candidate choose_candidate(Operation operation, const Problem& problem, const DeviceInfo& device) {
+  if (log_wanted()) return plan_operation(operation, problem, device).chosen();
+  struct Remembered {
+    uint64_t force, tuning;
+    Operation operation;
+    Problem problem;
+    DeviceInfo device;
+    Candidate choice;
+  };
+  static thread_local std::array<std::optional<Remembered>, 64> remembered;
+  const uint64_t force = force_version, tuning = tuning_version();
+  std::optional<Remembered>& latest = remembered[hash(operation, problem) % remembered.size()];
+  const bool known = latest && latest->force == force && latest->tuning == tuning && latest->operation == operation &&
+                     latest->problem == problem && latest->device == device;
+  if (!known) {
+    latest.emplace(
+        Remembered{force, tuning, operation, problem, device, current_plan(operation, problem, device).chosen()});
+  }
+  return latest->choice;
 }
 
 bool is_forced() { return !current_force().empty(); }
@@ -88,6 +122,7 @@ std::string force_candidate(std::string name) {
   STD_TORCH_CHECK(name.empty() || is_candidate(name), "no candidate is called ", name);
   const std::lock_guard<std::mutex> lock(force_mutex);
   std::swap(name, forced_candidate);
+  ++force_version;
   return name;
 }
 

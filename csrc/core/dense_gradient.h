@@ -218,33 +218,8 @@ inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
 
 // ---- Both.
 
-inline bool dense_gradient_same(const Problem& a, const Problem& b) {
-  bool same = a.dtype == b.dtype && a.layout == b.layout && a.batch == b.batch && a.in_channels == b.in_channels &&
-              a.out_channels == b.out_channels && a.groups == b.groups && a.allow_tf32 == b.allow_tf32;
-  for (int i = 0; i < 3; ++i) {
-    const Axis &x = a.axis[i], &y = b.axis[i];
-    same = same && x.in == y.in && x.kernel == y.kernel && x.stride == y.stride && x.padding == y.padding &&
-           x.output_padding == y.output_padding && x.dilation == y.dilation;
-  }
-  return same;
-}
-
-// NOTE: A plan and its launch ask for the same tile four times, and it takes microseconds to find: a thread keeps the
-// last one. It depends on the problem alone.
 inline const DenseGradientTile& dense_gradient_tile(const Problem& p, bool of_weight) {
-  struct Last {
-    bool any = false;
-    Problem problem;
-    DenseGradientTile tile;
-  };
-  static thread_local Last lasts[2];
-  Last& last = lasts[of_weight];
-  if (!last.any || !dense_gradient_same(last.problem, p)) {
-    last.tile = of_weight ? dense_weight_gradient_tile(p) : dense_input_gradient_tile(p);
-    last.problem = p;
-    last.any = true;
-  }
-  return last.tile;
+  return of_weight ? last_result<dense_weight_gradient_tile>(p) : last_result<dense_input_gradient_tile>(p);
 }
 
 inline std::string dense_gradient_refusal(const Problem& p, bool of_weight, DenseGradientTile& t) {

@@ -263,7 +263,7 @@ inline bool phase_gemm_is_empty(const Problem& problem) {
 }
 
 // The cheapest tile.
-inline PhaseGemmTile phase_gemm_tile(const Problem& problem, int only_shape = -1) {
+inline PhaseGemmTile phase_gemm_tile(const Problem& problem) {
   PhaseGemmTile best{};
   best.cost_ms = 2e9;
   if (phase_gemm_is_empty(problem)) return best;
@@ -278,7 +278,6 @@ inline PhaseGemmTile phase_gemm_tile(const Problem& problem, int only_shape = -1
   for (int shape = 0; shape < kNumPhaseGemmShapes; ++shape) {
     const int row_tiles = kPhaseGemmShapes[shape].row_tiles;
     if (!phase_gemm_allows(kPhaseGemmShapes[shape], three)) continue;
-    if (only_shape >= 0 && shape != only_shape) continue;
     PhaseGemmTile tile = boxes[row_tiles == 4 ? 2 : row_tiles - 1];
     tile.shape = shape;
     finish_phase_gemm_tile(problem, axis, tile);

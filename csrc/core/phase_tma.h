@@ -267,7 +267,7 @@ inline bool finish_phase_tma_tile(const Problem& problem, const PhaseTmaAxis (&a
 }
 
 // The cheapest tile; its cost is 1e9 or more if there is none.
-inline PhaseTmaTile find_phase_tma_tile(const Problem& problem, int only_shape = -1, int only_split = -1) {
+inline PhaseTmaTile find_phase_tma_tile(const Problem& problem) {
   PhaseTmaTile best{};
   best.cost_ms = 2e9;
   const bool contiguous = problem.layout == Layout::kContiguous;
@@ -285,9 +285,8 @@ inline PhaseTmaTile find_phase_tma_tile(const Problem& problem, int only_shape =
   bool known[4][2] = {};
   for (int shape = 0; shape < kNumPhaseTmaShapes; ++shape) {
     const PhaseTmaShape& of = kPhaseTmaShapes[shape];
-    if (only_shape >= 0 ? shape != only_shape : of.columns >= 64 && out <= of.columns / 2) continue;
+    if (of.columns >= 64 && out <= of.columns / 2) continue;
     for (int split = 0; split < 3; ++split) {
-      if (only_split >= 0 && split != only_split) continue;
       PhaseTmaTile t{};
       t.shape = shape;
       t.split = static_cast<PhaseTmaSplit>(split);
@@ -318,31 +317,7 @@ inline PhaseTmaTile find_phase_tma_tile(const Problem& problem, int only_shape =
   return best;
 }
 
-inline bool same_phase_tma_problem(const Problem& a, const Problem& b) {
-  bool same = a.dtype == b.dtype && a.layout == b.layout && a.batch == b.batch && a.in_channels == b.in_channels &&
-              a.out_channels == b.out_channels && a.groups == b.groups;
-  for (int i = 0; i < 3; ++i) {
-    const Axis &x = a.axis[i], &y = b.axis[i];
-    same = same && x.in == y.in && x.kernel == y.kernel && x.stride == y.stride && x.padding == y.padding &&
-           x.output_padding == y.output_padding && x.dilation == y.dilation;
-  }
-  return same;
-}
-
-// The same. A call asks for it several times over, so each thread remembers the last answer.
-inline PhaseTmaTile phase_tma_tile(const Problem& problem) {
-  struct Answer {
-    Problem problem;
-    PhaseTmaTile tile;
-  };
-  static thread_local Answer last{};
-  static thread_local bool known = false;
-  if (!known || !same_phase_tma_problem(last.problem, problem)) {
-    last = {problem, find_phase_tma_tile(problem)};
-    known = true;
-  }
-  return last.tile;
-}
+inline PhaseTmaTile phase_tma_tile(const Problem& problem) { return last_result<find_phase_tma_tile>(problem); }
 
 // "" if the family can make the call, else a reason.
 inline std::string phase_tma_refusal(const Problem& problem) {

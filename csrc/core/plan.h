@@ -49,6 +49,11 @@ struct DeviceInfo {
   std::string name;     // CUDA: as the driver calls the device
   int capability = 0;   // CUDA: of the device, 90 for 9.0
   std::string refusal;  // CUDA: why our kernels cannot run on the device, "" if they can
+
+  bool operator==(const DeviceInfo& other) const {
+    return cuda == other.cuda && threads == other.threads && avx2 == other.avx2 && avx512 == other.avx512 &&
+           name == other.name && capability == other.capability && refusal == other.refusal;
+  }
 };
 
 struct Candidate {

@@ -12,6 +12,8 @@
 #include <array>
 #include <cstdint>
 #include <numeric>
+#include <optional>
+#include <utility>
 
 namespace fastconvt {
 
@@ -70,6 +72,11 @@ struct Axis {
     return first < out() ? (out() - first + stride - 1) / stride : 0;
   }
 
+  bool operator==(const Axis& other) const {
+    return in == other.in && kernel == other.kernel && stride == other.stride && padding == other.padding &&
+           output_padding == other.output_padding && dilation == other.dilation;
+  }
+
   // Pairs (i, t) whose output i * stride - padding + t * dilation is in range: the useful multiplications along this
   // axis.
   int64_t num_pairs() const {
@@ -108,6 +115,12 @@ struct Problem {
   int64_t weight_elements() const { return in_channels * out_channels_per_group() * kernel_positions(); }
   int64_t element_size() const { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
+  bool operator==(const Problem& other) const {
+    return dtype == other.dtype && layout == other.layout && batch == other.batch && in_channels == other.in_channels &&
+           out_channels == other.out_channels && groups == other.groups && axis == other.axis &&
+           has_bias == other.has_bias && allow_tf32 == other.allow_tf32;
+  }
+
   // Useful multiply-adds, and the fewest bytes that must move: input, weight and output once.
   double macs() const {
     return double(batch) * double(in_channels) * double(out_channels_per_group()) * double(axis[0].num_pairs()) *
@@ -115,5 +128,13 @@ struct Problem {
   }
   double bytes() const { return double(element_size()) * double(in_elements() + out_elements() + weight_elements()); }
 };
+
+// What kFunction, a pure one, returns; a thread keeps its last result, since a plan and its launch ask several times.
+template <auto kFunction>
+const auto& last_result(const Problem& problem) {
+  static thread_local std::optional<std::pair<Problem, decltype(kFunction(problem))>> last;
+  if (!last || !(last->first == problem)) last.emplace(problem, kFunction(problem));
+  return last->second;
+}
 
 }  // namespace fastconvt

@@ -17,6 +17,7 @@ std::string folder;                                               // "": nothing
 std::map<std::string, std::map<std::string, std::string>> known;  // device -> problem -> candidate
 std::set<std::string> files_read;
 std::atomic<bool> in_use{false};  // whether anything has ever been asked of this file
+std::atomic<uint64_t> version{0};
 
 const char* name(Operation operation) {
   switch (operation) {
@@ -91,8 +92,11 @@ std::string set_autotune_folder(std::string next) {
   const std::lock_guard<std::mutex> lock(mutex);
   std::swap(next, folder);
   in_use = in_use || !folder.empty();
+  ++version;
   return next;
 }
+
+uint64_t tuning_version() { return version; }
 
 std::optional<std::string> tuned_candidate(Operation operation, const Problem& problem, const DeviceInfo& device) {
   if (!in_use || !device.cuda) return std::nullopt;
@@ -114,6 +118,7 @@ void keep_measurement(Operation operation, const Problem& problem, const DeviceI
   const std::lock_guard<std::mutex> lock(mutex);
   const std::string key = describe(operation, problem);
   results(device)[key] = fastest;
+  ++version;
   if (folder.empty()) return;
   std::ostringstream line;
   line << key << '\t' << fastest;

@@ -2,6 +2,7 @@
 // kept in a file for each kind of device.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,6 +23,9 @@ std::string set_autotune_folder(std::string folder);
 
 // The candidate that was measured to be the fastest.
 std::optional<std::string> tuned_candidate(Operation operation, const Problem& problem, const DeviceInfo& device);
+
+// Another number after each change of what the functions above may answer.
+uint64_t tuning_version();
 
 // Whether this problem is to be measured.
 bool wants_measurement(Operation operation, const Problem& problem, const DeviceInfo& device);

@@ -57,7 +57,7 @@ Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<T
   if (call.problem.batch == 0) {
     return finish_output(call, allocate_output(call, call.problem.out_channels, layout), layout);
   }
-  const CandidateId choice = plan_operation(Operation::kConvTranspose, call.problem, device_info()).chosen().id;
+  const CandidateId choice = choose_candidate(Operation::kConvTranspose, call.problem, device_info()).id;
   if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), layout);
   const Call ours = contiguous_call(call);
   Tensor output = allocate_output(ours, ours.problem.out_channels, Layout::kContiguous);
@@ -75,7 +75,7 @@ Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optio
   const Layout layout = Layout::kContiguous;  // one channel: both layouts are the same memory
   Tensor output = allocate_output(call, 1, layout);
   if (call.problem.batch == 0) return finish_output(call, output, layout);
-  const CandidateId choice = plan_operation(Operation::kLogSumExpHardswish, call.problem, device_info()).chosen().id;
+  const CandidateId choice = choose_candidate(Operation::kLogSumExpHardswish, call.problem, device_info()).id;
   if (choice == CandidateId::kAten) {
     return finish_output(call, aten_logsumexp_hardswish(call, subtrahend, min, max), layout);
   }

@@ -87,10 +87,10 @@ Candidate choose(Operation operation, const Problem& problem, const Scope& scope
                  const Share& share) {
   constexpr double kGain = 0.97;
   const DeviceInfo device = scope.device();
-  const Plan plan = plan_operation(operation, problem, device);
   if (!wants_measurement(operation, problem, device) || is_forced() || is_capturing(scope.stream())) {
-    return plan.chosen();
+    return choose_candidate(operation, problem, device);
   }
+  const Plan plan = plan_operation(operation, problem, device);
   std::vector<double> ms = time_candidates(plan, scope.stream(), make);
   std::vector<Timing> timings;
   for (int i = 0; i < int(ms.size()); ++i) {
