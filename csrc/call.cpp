@@ -129,11 +129,18 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
   Call call{check_arguments(arguments), spatial, input.dim() == spatial + 2, input, weight, bias};
   if (!call.batched) call.input = torch::stable::unsqueeze(input, 0);
   call.problem.allow_tf32 = allow_tf32;
-  const bool channels_last = is_channels_last(call.input) || is_channels_last(weight);
+  const bool by_weight = is_channels_last(weight);
+  call.problem.weight_layout = by_weight ? Layout::kChannelsLast : Layout::kContiguous;
+  const bool channels_last = by_weight || is_channels_last(call.input);
   call.problem.layout = channels_last ? Layout::kChannelsLast : Layout::kContiguous;
   call.input = to_layout(call.input, call.problem.layout);
   if (bias) call.bias = to_layout(*bias, Layout::kContiguous);
   return call;
+}
+
+Tensor weight_of(const Call& call, CandidateId candidate) {
+  return takes_channels_last_weights(candidate) ? to_layout(call.weight, call.problem.weight_layout)
+                                                : contiguous_weight(call);
 }
 
 Tensor contiguous_weight(const Call& call) { return to_layout(call.weight, Layout::kContiguous); }

@@ -43,7 +43,8 @@ struct Tensors {
 Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
                IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
 
-// The weight as our kernels read it.
+// The weight as a candidate's kernels read it, and as most do.
+Tensor weight_of(const Call& call, CandidateId candidate);
 Tensor contiguous_weight(const Call& call);
 
 // The spatial entries of an axis list, for the operator's own number of dimensions.

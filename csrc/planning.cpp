@@ -85,6 +85,9 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
   if (bias) arguments.tensors.push_back({"bias", {weight.size() > 1 ? weight[1] * groups : 0}, dtype, ""});
   Problem problem = check_arguments(arguments);
   problem.layout = layout == "channels_last" ? Layout::kChannelsLast : Layout::kContiguous;
+  // A weight of one channel or one tap has the same memory in both layouts.
+  const bool one = problem.out_channels_per_group() == 1 || problem.kernel_positions() == 1;
+  problem.weight_layout = one ? Layout::kContiguous : problem.layout;
   problem.allow_tf32 = allow_tf32;
   return current_plan(*operation, problem, device).to_json();
 }

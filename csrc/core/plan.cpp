@@ -331,6 +331,8 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
   return plan;
 }
 
+bool takes_channels_last_weights(CandidateId) { return false; }
+
 bool is_candidate(const std::string& name) {
   for (const Row& row : kTable) {
     if (row.name == name) return true;

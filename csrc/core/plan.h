@@ -78,6 +78,9 @@ struct Plan {
 // or devices. Throws std::runtime_error where the forced candidate is one for such calls and cannot make this one.
 Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced);
 
+// Whether a candidate reads weights of both layouts, Problem::weight_layout.
+bool takes_channels_last_weights(CandidateId candidate);
+
 // Whether some device has a candidate of this name.
 bool is_candidate(const std::string& name);
 

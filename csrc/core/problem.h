@@ -93,10 +93,12 @@ struct Axis {
 
 // One call. Always three spatial axes, depth, height, width: a 1D or 2D call has leading axes of size 1.
 // Tensors are dense in `layout`: input (batch, in_channels, D, H, W), output (batch, out_channels, D', H', W');
-// the weight is contiguous, (in_channels, out_channels / groups, kd, kh, kw), and so is the bias, (out_channels).
+// the weight, (in_channels, out_channels / groups, kd, kh, kw), is dense in `weight_layout` for the candidates that
+// take both and contiguous for all others; the bias, (out_channels), is contiguous.
 struct Problem {
   DType dtype = DType::kFloat32;
   Layout layout = Layout::kContiguous;
+  Layout weight_layout = Layout::kContiguous;
   int64_t batch = 1;
   int64_t in_channels = 1;
   int64_t out_channels = 1;
@@ -116,9 +118,9 @@ struct Problem {
   int64_t element_size() const { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
   bool operator==(const Problem& other) const {
-    return dtype == other.dtype && layout == other.layout && batch == other.batch && in_channels == other.in_channels &&
-           out_channels == other.out_channels && groups == other.groups && axis == other.axis &&
-           has_bias == other.has_bias && allow_tf32 == other.allow_tf32;
+    return dtype == other.dtype && layout == other.layout && weight_layout == other.weight_layout &&
+           batch == other.batch && in_channels == other.in_channels && out_channels == other.out_channels &&
+           groups == other.groups && axis == other.axis && has_bias == other.has_bias && allow_tf32 == other.allow_tf32;
   }
 
   // Useful multiply-adds, and the fewest bytes that must move: input, weight and output once.

@@ -40,8 +40,10 @@ std::string describe(Operation operation, const Problem& p) {
   static const char* const kDTypes[] = {"float32", "float64", "float16", "bfloat16"};
   std::ostringstream text;
   text << name(operation) << ' ' << kDTypes[int(p.dtype)] << (p.allow_tf32 ? " tf32" : "")
-       << (p.layout == Layout::kChannelsLast ? " channels_last" : " contiguous") << " batch " << p.batch << " channels "
-       << p.in_channels << ' ' << p.out_channels << " groups " << p.groups << (p.has_bias ? " bias" : "");
+       << (p.layout == Layout::kChannelsLast ? " channels_last" : " contiguous")
+       << (p.weight_layout == Layout::kChannelsLast ? " weight channels_last" : "") << " batch " << p.batch
+       << " channels " << p.in_channels << ' ' << p.out_channels << " groups " << p.groups
+       << (p.has_bias ? " bias" : "");
   for (const Axis& a : p.axis) {
     text << " axis " << a.in << ' ' << a.kernel << ' ' << a.stride << ' ' << a.padding << ' ' << a.output_padding << ' '
          << a.dilation;

@@ -142,8 +142,8 @@ constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
 // By the kernels of a candidate.
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
   const Problem& problem = call.problem;
-  const Tensor contiguous = contiguous_weight(call);
-  const void *input = call.input.const_data_ptr(), *weight = contiguous.const_data_ptr(), *bias = bias_data(call);
+  const Tensor as_read = weight_of(call, candidate);
+  const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr(), *bias = bias_data(call);
   if (candidate == CandidateId::kRowsPersistent) {
     const Tensor counter = workspace(call.input, rows_persistent_workspace(problem));
     return launch_rows_persistent(problem, input, weight, bias, output, counter.mutable_data_ptr(), stream);
@@ -194,11 +194,15 @@ class Gradient {
     const Tensor dense = allocate_input(call, call.problem.layout);
     return {dense, call.batched ? dense : torch::stable::squeeze(dense, 0)};
   }
-  // As torch.empty_like(weight), which keeps the strides of a dense weight.
-  static Gradient of_weight(const Tensor& weight) {
-    const Tensor like = torch::stable::empty_like(weight);
+  // As torch.empty_like(weight), which keeps the strides of a dense weight. The kernel writes it in the problem's
+  // weight_layout or, as most do, contiguous.
+  static Gradient of_weight(const Call& call, bool in_weight_layout = false) {
+    const Tensor like = torch::stable::empty_like(call.weight);
+    if (in_weight_layout && call.problem.weight_layout == Layout::kChannelsLast) {
+      return {to_layout(like, Layout::kChannelsLast), like};
+    }
     const bool contiguous = has_strides_of(like, Layout::kContiguous);
-    return {contiguous ? like : torch::stable::new_empty(weight, vec(weight.sizes())), like};
+    return {contiguous ? like : torch::stable::new_empty(like, vec(like.sizes())), like};
   }
 
   void* data() const { return dense_.numel() > 0 ? dense_.mutable_data_ptr() : nullptr; }
@@ -274,7 +278,8 @@ class Backward {
       dense_ = to_layout(batched, call_.problem.layout);
     }
     Gradient input = bits & kInputBit ? Gradient::of_input(call_) : Gradient::none(call_.input);
-    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_.weight) : Gradient::none(call_.input);
+    const bool as_weight = takes_channels_last_weights(kernels.id);
+    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_, as_weight) : Gradient::none(call_.input);
     const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
     if (!together || !kernels.all || !launch_all(kernels, input, weight, bias)) {
       if (bits & kInputBit) launch_input(kernels, input);
@@ -299,7 +304,7 @@ class Backward {
                   const Tensor& bias) const {
     const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem));
     const cudaError_t error = kernels.all(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(),
-                                          contiguous_weight(call_).const_data_ptr(), input.data(), weight.data(),
+                                          weight_of(call_, kernels.id).const_data_ptr(), input.data(), weight.data(),
                                           data(bias), sums.mutable_data_ptr(), scope_.stream());
     if (error != cudaErrorNotSupported) check(error, name_);
     return error == cudaSuccess;
@@ -308,7 +313,7 @@ class Backward {
   void launch_input(const GradientKernels& kernels, const Gradient& gradient) const {
     std::optional<Tensor> packed;
     if (kernels.input_workspace) packed = workspace(call_.input, kernels.input_workspace(call_.problem));
-    check(kernels.input(call_.problem, dense_->const_data_ptr(), contiguous_weight(call_).const_data_ptr(),
+    check(kernels.input(call_.problem, dense_->const_data_ptr(), weight_of(call_, kernels.id).const_data_ptr(),
                         gradient.data(), packed ? packed->mutable_data_ptr() : nullptr, scope_.stream()),
           name_);
   }
@@ -420,7 +425,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
   const auto make = [&](const Candidate& candidate) -> Found {
     if (candidate.id == CandidateId::kAten) return make_by_aten();
     Gradient grad_input = mask[0] ? Gradient::of_input(call) : Gradient::none(input);
-    Gradient grad_weight = mask[1] ? Gradient::of_weight(weight) : Gradient::none(input);
+    Gradient grad_weight = mask[1] ? Gradient::of_weight(call) : Gradient::none(input);
     const Tensor grad_bias = empty(input, mask[2] ? call.problem.out_channels : 0);
     const Tensor grad_subtrahend = mask[3] ? torch::stable::new_empty(input, vec(subtrahend.sizes())) : empty(input, 0);
     const auto data = [](const Tensor& t) { return t.numel() > 0 ? t.mutable_data_ptr() : nullptr; };
