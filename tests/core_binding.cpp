@@ -82,6 +82,12 @@ PYBIND11_MODULE(core_binding, m) {
           [](Problem& p, bool last) {
             p.layout = last ? fastconvt::Layout::kChannelsLast : fastconvt::Layout::kContiguous;
           })
+      .def_property(
+          "channels_last_weight", [](const Problem& p) { return p.weight_layout == fastconvt::Layout::kChannelsLast; },
+          [](Problem& p, bool last) {
+            p.weight_layout = last ? fastconvt::Layout::kChannelsLast : fastconvt::Layout::kContiguous;
+          })
+      .def("element_size", &Problem::element_size)
       .def("macs", &Problem::macs)
       .def("bytes", &Problem::bytes);
   m.def("check_arguments", &check_arguments);

@@ -353,3 +353,27 @@ def test_charts_are_drawn_from_a_file(results, tmp_path):
 def test_a_summary_of_nothing_says_why(results, arguments, message):
     with pytest.raises(SystemExit, match=message):
         summary.main([argument.format(file=results) for argument in arguments])
+
+
+def test_costs_against_a_table(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("pybind11")
+    costs = pytest.importorskip("benchmarks.costs")
+    if not costs.CORE.exists():
+        pytest.skip("csrc/core is not beside the tests")
+    core, lines = costs.load_core(), []
+    for i in range(1, 12):
+        axes = f"axis 1 1 1 0 0 1 axis 1 1 1 0 0 1 axis {64 * i} 4 2 1 0 1"
+        key = f"forward bfloat16 channels_last weight channels_last batch {i} channels 64 {16 * i} groups 1 bias {axes}"
+        choice, _ = costs.Measured(core, f"{key}\taten").plan(core, 90)
+        # cuDNN at 2, 3 and 1 times what bandwidth allows its inputs, outputs and products, and 0.1 ms
+        inputs, outputs = (2 * i * n / 4.3e9 for n in (64 * 64 * i, 16 * i * 128 * i))
+        products = 2 * i * 64 * -(-16 * i // 32) * 32 * (4 * 64 * i - 2) / 780e9
+        aten = 0.1 + 2 * inputs + 3 * outputs + products
+        lines.append(f"{key}\taten\tgather\t{aten / 2}\t{choice}\t{aten / 1.5}\taten\t{aten}")
+    table = tmp_path / "table.tsv"
+    table.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr("sys.argv", ["costs", str(table), "--fit", "--worst", "1"])
+    costs.main()
+    printed = capsys.readouterr().out
+    assert "regret of  11 problems 1.333, at most 1.33: forward, bfloat16, channels_last" in printed
+    assert "{0.1, 1, 2, 3} [1. 1. 1.] 11: forward, bfloat16, channels_last" in printed

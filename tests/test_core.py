@@ -1,15 +1,8 @@
 """csrc/core against brute force, and against the Python functions that fakes use."""
 
-import hashlib
-import importlib.util
 import itertools
 import json
-import os
 import random
-import subprocess
-import sysconfig
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,34 +10,18 @@ from hypothesis import given, settings, strategies
 
 from fastconvt import _shapes
 from tests.cases import BY_NAME, CASES, cases
+from tests.core_module import CORE, load_core
 from tests.illegal import CHAIN, INT64_MAX, INT64_MIN, LISTS, draw_call, legal_call
 
-ROOT = Path(__file__).parent.parent
-SOURCES = (Path(__file__).with_name("core_binding.cpp"), *sorted((ROOT / "csrc" / "core").glob("*.cpp")))
 integers = strategies.integers
 
 
 @pytest.fixture(scope="session")
 def core():
-    """csrc/core as a Python module, compiled once for each version of the sources."""
-    pybind11 = pytest.importorskip("pybind11")
-    if not SOURCES[1].exists():
+    pytest.importorskip("pybind11")
+    if not CORE.exists():
         pytest.skip("csrc/core is not beside the tests")
-    text = b"".join(path.read_bytes() for path in (SOURCES[0], *sorted(SOURCES[1].parent.glob("*"))))
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    folder = Path(tempfile.gettempdir()) / f"fastconvt_core_{os.getuid()}_{hashlib.sha256(text).hexdigest()[:16]}"
-    library = folder / f"core_binding{suffix}"
-    if not library.exists():
-        folder.mkdir(exist_ok=True)
-        includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-        fresh = folder / f"{os.getpid()}{suffix}"
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-shared", "-fPIC", *includes, *SOURCES]
-        subprocess.run([*map(str, command), "-o", str(fresh)], check=True)
-        fresh.replace(library)
-    spec = importlib.util.spec_from_file_location("core_binding", library)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_core()
 
 
 @strategies.composite
