@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 if _load_all():
     from fastconvt import _ops as _ops
 
+from fastconvt.folding import fold_batchnorm
 from fastconvt.functional import (
     conv_transpose1d,
     conv_transpose2d,
@@ -24,6 +25,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "conv_transpose3d_logsumexp_hardswish",
+    "fold_batchnorm",
     "force",
     "plan",
 ]
