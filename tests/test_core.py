@@ -197,6 +197,8 @@ OWN = [
     ("CONV_TRANSPOSE", ("audio_k6_s3_depthwise",), ["depthwise"], ["gather", "depthwise"]),
     ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads"], ["gather"]),
     ("CONV_TRANSPOSE", ("unet_k2_s2", "bfloat16"), ["pixel_shuffle", "direct"], ["gather", "direct"]),
+    ("CONV_TRANSPOSE", ("head_3d_k4_s2", "float32", True), ["heads_gemm", "overlap_add"], ["gather", "direct"]),
+    ("CONV_TRANSPOSE", ("fsrcnn_k9_s3",), ["phase_direct"], ["gather"]),
     ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),
     ("CONV_TRANSPOSE", ("filter_bank_k64_s16", "bfloat16"), ["filter_bank", "overlap_add"], ["gather"]),
     ("CONV_TRANSPOSE", ("dilation_of_the_stride", "bfloat16"), ["phase_tma", "phase_gemm"], ["gather", "direct"]),

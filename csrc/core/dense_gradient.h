@@ -147,13 +147,17 @@ inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t)
 }
 
 // Clocks of a block for a box, about.
-inline double dense_weight_gradient_cycles(const Problem& p, const DenseGradientTile& t) {
+inline double dense_weight_gradient_cycles(const Problem& p, DenseGradientTile& t) {
   const bool vector = p.layout == Layout::kChannelsLast;
   const double copies =
       dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
       dense_gradient_copies(p, t.positions, t.in_channels() / dense_granule(p), vector || t.input_rows);
   const double steps = double(t.positions) / double(2 * dense_granule(p) * t.warps_k);
-  return dense_gradient_stage(t, copies, steps * dense_gradient_step(p, t, true));
+  const double product = steps * dense_gradient_step(p, t, true);
+  // More warps that copy help where copies bound a block, but not whole granules.
+  const bool whole = vector && t.n_tiles > 1 && p.out_channels_per_group() % dense_granule(p) == 0;
+  t.producers = p.element_size() == 4 && !whole && copies > 1.25 * product ? 8 : 4;
+  return dense_gradient_stage(t, copies, product);
 }
 
 // Parts of the sum over boxes, each made by its own blocks. Parts of float32 sums are short: they are added in float64.
@@ -278,8 +282,10 @@ inline double dense_weight_gradient_cost_ms(const Problem& p) {
   const double bias_rate = p.layout == Layout::kChannelsLast ? 0.5e9 : 3e9;  // bytes a millisecond
   const double bias = p.has_bias ? 0.012 + double(p.element_size() * p.out_elements()) / bias_rate : 0;
   const double few = p.in_channels_per_group() < 8 ? 2 : 1;  // what the family is not made for
-  const double strict = dense_gradient_split(p) ? 0.75 : 1;
-  return 0.012 + bias + strict * few * dense_gradient_tile(p, true).cycles / kDenseClocksMs;
+  const DenseGradientTile& t = dense_gradient_tile(p, true);
+  // Than fitted, as measured afterwards.
+  const double faster = dense_gradient_split(p) ? 0.75 : t.producers == 8 ? 0.8 : 1;
+  return 0.012 + bias + faster * few * t.cycles / kDenseClocksMs;
 }
 
 }  // namespace fastconvt

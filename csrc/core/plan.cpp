@@ -16,9 +16,11 @@
 #include "filter_bank.h"
 #include "flat_gemm.h"
 #include "heads.h"
+#include "heads_gemm.h"
 #include "heads_gradient.h"
 #include "long_rows.h"
 #include "overlap_add.h"
+#include "phase_direct.h"
 #include "phase_gemm.h"
 #include "phase_tma.h"
 #include "pixel_rows.h"
@@ -248,6 +250,10 @@ const Row kTable[] = {
      family_cost<depthwise_cost_ms>},
     {CandidateId::kDirect, "direct", true, kForward, family_refusal<75, direct_refusal>, family_cost<direct_cost_ms>},
     {CandidateId::kHeads, "heads", true, kForward, family_refusal<90, heads_refusal, 120>, family_cost<heads_cost_ms>},
+    {CandidateId::kHeadsGemm, "heads_gemm", true, kForward, family_refusal<90, heads_gemm_refusal, 91>,
+     family_cost<heads_gemm_cost_ms>},
+    {CandidateId::kPhaseDirect, "phase_direct", true, kForward, family_refusal<90, phase_direct_refusal, 120>,
+     family_cost<phase_direct_cost_ms>},
     {CandidateId::kOverlapAdd, "overlap_add", true, kForward, family_refusal<90, overlap_add_refusal, 120>,
      family_cost<overlap_add_cost_ms>},
     {CandidateId::kFilterBank, "filter_bank", true, kForward, family_refusal<90, filter_bank_refusal, 91>,
@@ -331,7 +337,9 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
   return plan;
 }
 
-bool takes_channels_last_weights(CandidateId) { return false; }
+bool takes_channels_last_weights(CandidateId candidate) {
+  return candidate == CandidateId::kHeadsGemm || candidate == CandidateId::kPhaseDirect;
+}
 
 bool is_candidate(const std::string& name) {
   for (const Row& row : kTable) {

@@ -12,9 +12,9 @@ int64_t bias_workspace(const Problem& problem) {
   return round_up(int64_t{p.channels} * p.batch_slices * p.position_slices * int64_t{sizeof(double)}, int64_t{16});
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, int kProducers>
 cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, int kinds, cudaStream_t stream) {
-  const auto kernel = dense_weight_gradient_kernel<T, kPrecision, kRows, kColumns>;
+  const auto kernel = dense_weight_gradient_kernel<T, kPrecision, kRows, kColumns, kProducers>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(dense_gradient_budget(sizeof(T))));
   if (error != cudaSuccess) return error;
@@ -57,8 +57,15 @@ cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* gra
       if (error != cudaSuccess) return error;
     }
     if (grad_weight == nullptr) return cudaSuccess;
-    if (tile.n_tiles == 1) return launch_product<T, kPrecision, 8, 1>(p, tile, kinds, stream);
-    return launch_product<T, kPrecision, 4, 4>(p, tile, kinds, stream);
+    const auto with_producers = [&](auto producers) {
+      constexpr int kProducers = decltype(producers)::value;
+      if (tile.n_tiles == 1) return launch_product<T, kPrecision, 8, 1, kProducers>(p, tile, kinds, stream);
+      return launch_product<T, kPrecision, 4, 4, kProducers>(p, tile, kinds, stream);
+    };
+    if constexpr (sizeof(T) == 4) {
+      if (tile.producers == 8) return with_producers(std::integral_constant<int, 8>{});
+    }
+    return with_producers(std::integral_constant<int, 4>{});
   });
 }
 

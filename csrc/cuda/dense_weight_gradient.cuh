@@ -1,5 +1,5 @@
 // The weight's gradient as an implicit matrix product: rows are granules of output channels or taps, columns input
-// channels, the inner dimension is positions. Half of the warps stage both tensors, box by box, the others multiply.
+// channels, the inner dimension is positions. Some warps stage both tensors, box by box, the others multiply.
 // Blocks own partial sums; a second kernel adds them, in float64.
 #pragma once
 
@@ -7,8 +7,6 @@
 #include "dense_gradient_product.cuh"
 
 namespace fastconvt::cuda {
-
-constexpr int kDenseWeightProducers = 4;  // warps that copy
 
 // What a block sums: input channels of a block, output channels of a chunk, taps of a block.
 struct DenseKind {
@@ -293,8 +291,23 @@ __device__ __forceinline__ void consume_dense_weight(const DenseParams& p, const
   }
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
-__global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kDenseWeightProducers, dense_gradient_blocks(sizeof(T)))
+// Registers of the threads of a warpgroup, from here on (compute capability 9.0a).
+template <int kCount>
+__device__ __forceinline__ void raise_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+__device__ __forceinline__ void lower_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
+// kProducers: warps that copy.
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, int kProducers>
+__global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gradient_blocks(sizeof(T)))
     dense_weight_gradient_kernel(const __grid_constant__ DenseParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   let_next_grid_begin();
@@ -311,9 +324,13 @@ __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kDenseWeightProducer
   __syncthreads();
   const int kinds = gridDim.x / p.splits, split = blockIdx.x / kinds, kind = blockIdx.x - split * kinds;
   char* const stages = shared + p.table_bytes;
+  // Operands of products want more registers than copies.
+  constexpr bool kShift = kProducers == 8 && kPrecision == DensePrecision::kFloat32;
   if (threadIdx.x >= kDenseConsumers<T>) {
+    if constexpr (kShift) lower_registers<88>();
     produce_dense_weight<T>(p, tables, barriers, DenseKind(p, kind), split, p.warps_n * kColumns * 8, stages);
   } else {
+    if constexpr (kShift) raise_registers<168>();
     const int64_t sums = p.warps_m * p.warps_n * kRows * kColumns * 32;
     consume_dense_weight<T, kPrecision, kRows, kColumns>(
         p, tables, barriers, split, stages,

@@ -129,6 +129,8 @@ constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
     {CandidateId::kDepthwise, launch_depthwise},
     {CandidateId::kDirect, launch_direct},
     {CandidateId::kHeads, launch_heads},
+    {CandidateId::kHeadsGemm, launch_heads_gemm},
+    {CandidateId::kPhaseDirect, launch_phase_direct},
     {CandidateId::kOverlapAdd, launch_overlap_add},
     {CandidateId::kFilterBank, launch_filter_bank},
     {CandidateId::kPixelShuffle, launch_pixel_shuffle},

@@ -35,6 +35,14 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
 cudaError_t launch_rows_mma(const Problem& problem, const void* input, const void* weight, const void* bias,
                             void* output, cudaStream_t stream);
 
+// The same for few output channels of layers with kernel 3 or 4 and stride 2 along three axes (core/heads_gemm.h), on
+// matrix units; weights of both layouts; compute capability 9.0.
+cudaError_t launch_heads_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output, cudaStream_t stream);
+// The same for few output channels with 9 x 9 taps (core/phase_direct.h), float32 without matrix units; weights of both
+// layouts.
+cudaError_t launch_phase_direct(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                void* output, cudaStream_t stream);
 // The same where few output channels a group have many taps that overlap (core/overlap_add.h), on matrix units.
 cudaError_t launch_overlap_add(const Problem& problem, const void* input, const void* weight, const void* bias,
                                void* output, cudaStream_t stream);

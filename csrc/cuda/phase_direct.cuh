@@ -1,0 +1,328 @@
+// The phase-direct family, device side. See core/phase_direct.h. A block's warps make one tile after the other, each
+// for its share of the input channels, and stage their own inputs: they meet only to add their sums up.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/numeric.cuh"
+#include "device/shared_address.cuh"
+#include "phase_direct_product.cuh"
+
+namespace fastconvt::cuda {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void phase_direct_load(uint32_t target, const CUtensorMap* map, int x, int y, int plane,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(plane), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void phase_direct_load(uint32_t target, const CUtensorMap* map, int channel, int x, int y,
+                                                  int n, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(target),
+      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(n), "r"(barrier)
+      : "memory");
+}
+// 4 bytes, or zeros.
+__device__ __forceinline__ void phase_direct_copy(uint32_t target, const float* source, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(exists ? 4 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void phase_direct_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void phase_direct_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// One output by the definition: only taps and inputs that exist are multiplied. In float64, since large finite products
+// must not overflow on the way.
+template <int kKernel, int kStride>
+__device__ __noinline__ float phase_direct_by_definition(const PhaseDirectParams& p, int n, int channel, int oy,
+                                                         int ox) {
+  const int group = channel / p.group_out, y = oy + p.padding[0], x = ox + p.padding[1];
+  double sum = p.bias == nullptr ? 0. : static_cast<double>(p.bias[channel]);
+#pragma unroll 1
+  for (int c = group * p.group_in; c < (group + 1) * p.group_in; ++c) {
+    const float* const weight = p.weight + static_cast<int64_t>(c) * p.group_out * (kKernel * kKernel) +
+                                (channel - group * p.group_out) * p.weight_channel;
+    const float* const input = p.input + n * p.in_batch + c * p.in_channel;
+#pragma unroll 1
+    for (int ky = y % kStride; ky < kKernel && ky <= y; ky += kStride) {
+      if ((y - ky) / kStride >= p.in[0]) continue;
+#pragma unroll 1
+      for (int kx = x % kStride; kx < kKernel && kx <= x; kx += kStride) {
+        if ((x - kx) / kStride >= p.in[1]) continue;
+        const int64_t position = static_cast<int64_t>((y - ky) / kStride) * p.in[1] + (x - kx) / kStride;
+        sum = fma(static_cast<double>(input[position * p.in_pixel]),
+                  static_cast<double>(weight[(ky * kKernel + kx) * p.weight_tap]), sum);
+      }
+    }
+  }
+  return static_cast<float>(sum);
+}
+
+// Four outputs that were just stored: what is not finite, by the definition.
+template <int kKernel, int kStride>
+__device__ __noinline__ void phase_direct_repair(const PhaseDirectParams& p, int n, int channel, int oy, int ox,
+                                                 float* place) {
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    float* const output = place + i * p.out_pixel;
+    if (static_cast<unsigned>(ox + i) >= static_cast<unsigned>(p.out[1]) || is_finite(*output)) continue;
+    *output = phase_direct_by_definition<kKernel, kStride>(p, n, channel, oy, ox + i);
+  }
+}
+
+// The first cell of a tile, and its entry of the batch.
+template <class Traits>
+struct PhaseDirectTile {
+  int n, y, x;
+  __device__ __forceinline__ PhaseDirectTile(const PhaseDirectParams& p, int tile) {
+    n = p.tiles[1](tile);
+    x = p.first_cell[1] + tile * Traits::kTileWidth;
+    int row = n;
+    n = p.tiles[0](row);
+    y = p.first_cell[0] + row * Traits::kTileHeight;
+  }
+};
+
+template <class Traits>
+struct PhaseDirectKernel {
+  using Product = PhaseDirectProduct<Traits>;
+  using Sums = typename Product::Sums;
+  static constexpr int kRowQuads = Traits::kColumns * Traits::kStride / 4, kQuads = Traits::kSums / 4;
+
+  const PhaseDirectParams& p;
+  float* stages;  // of this warp
+  float4* shares;
+  float* weights;
+  uint32_t barriers;  // of this warp
+  int lane, warp, channel, group;
+  int copies, count;  // of this warp in a tile; channels
+  // What is copied next.
+  int next_tile, left = 0, x, y, n, next;
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ PhaseDirectKernel(const PhaseDirectParams& p, float* shared)
+      : p(p), lane(threadIdx.x % 32), warp(threadIdx.x / 32), channel(blockIdx.y), next_tile(blockIdx.x) {
+    stages = shared + warp * Traits::kWarpFloats;
+    float* const all_shares = shared + Traits::kWarps * Traits::kWarpFloats;
+    shares = reinterpret_cast<float4*>(all_shares);
+    weights = all_shares + Traits::kShares;
+    barriers = shared_address(weights + p.group_in * Traits::kWeights) + warp * Traits::kStages * 8;
+    group = channel / p.group_out;
+    copies = (p.group_in / Traits::kCopied - warp + Traits::kWarps - 1) / Traits::kWarps;
+    count = copies * Traits::kCopied;
+  }
+
+  __device__ __forceinline__ void begin_tile() {
+    const PhaseDirectTile<Traits> tile(p, min(next_tile, p.all_tiles - 1));
+    left = next_tile < p.all_tiles ? copies : 0;
+    x = tile.x - (Traits::kReach - 1) - Traits::kLead, y = tile.y - (Traits::kReach - 1), n = tile.n;
+    next = group * p.group_in + warp * Traits::kCopied;
+    next_tile += gridDim.x;
+  }
+
+  // Starts the next copy, if there is one.
+  __device__ __forceinline__ void copy(int to) {
+    if (left > 0) {
+      if constexpr (Traits::kFill == PhaseDirectFill::kElements) {
+        copy_elements(shared_address(stages + to * Traits::kPlane));
+      } else if (lane == 0) {
+        const uint32_t barrier = barriers + to * 8;
+        mbarrier_arrive_expecting(barrier, Traits::kPitch * Traits::kHeight * 4 * Traits::kCopied);
+        if constexpr (Traits::kPixels) {
+          phase_direct_load(shared_address(stages), &p.map, next, x, y, n, barrier);
+        } else {
+          phase_direct_load(shared_address(stages + to * Traits::kPlane), &p.map, x, y, n * p.channels + next, barrier);
+        }
+      }
+      next += Traits::kWarps * Traits::kCopied;
+      if (--left == 0) begin_tile();
+    }
+    if constexpr (Traits::kFill == PhaseDirectFill::kElements) phase_direct_commit();
+  }
+  __device__ __forceinline__ void copy_elements(uint32_t to) const {
+    const float* const from = p.input + n * p.in_batch + next * p.in_channel;
+#pragma unroll 2
+    for (int i = lane; i < Traits::kPitch * Traits::kHeight; i += 32) {
+      const int iy = y + i / Traits::kPitch, ix = x + i % Traits::kPitch;
+      const bool exists = static_cast<unsigned>(iy) < static_cast<unsigned>(p.in[0]) &&
+                          static_cast<unsigned>(ix) < static_cast<unsigned>(p.in[1]);
+      const int64_t position = static_cast<int64_t>(iy) * p.in[1] + ix;
+      phase_direct_copy(to + i * 4, exists ? from + position * p.in_pixel : p.input, exists);
+    }
+  }
+
+  // All weights of the output channel, in the order of their use.
+  __device__ __forceinline__ void load_weights() const {
+    constexpr int kTaps = Traits::kKernel * Traits::kKernel;
+    const int64_t pitch = static_cast<int64_t>(p.group_out) * kTaps;
+    const float* const from =
+        p.weight + group * p.group_in * pitch + (channel - group * p.group_out) * p.weight_channel;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < p.group_in * kTaps; i += Traits::kThreads) {
+      const int c = i / kTaps, tap = i - c * kTaps, row = tap / Traits::kKernel;
+      const int place = Traits::row_place(row) * Traits::kKernel + tap - row * Traits::kKernel;
+      phase_direct_copy(shared_address(weights + c * Traits::kWeights + place), from + c * pitch + tap * p.weight_tap,
+                        true);
+    }
+    phase_direct_commit();
+    phase_direct_wait<0>();
+  }
+
+  // Where the next channel's plane is, once it is there; channel j of the warp's.
+  __device__ __forceinline__ const float* plane(int j) {
+    if constexpr (Traits::kFill == PhaseDirectFill::kElements) {
+      phase_direct_wait<Traits::kStages - 1>();
+      __syncwarp();
+    } else if (j % Traits::kCopied == 0) {
+      mbarrier_wait(barriers + stage * 8, parity);
+    }
+    if constexpr (!Traits::kPixels) return stages + stage * Traits::kPlane;
+    if (j % 2 == 0) transpose(j % 4);
+    return stages + Traits::kPlanesAt + j % 2 * Traits::kPlane;
+  }
+  // Two of four channels become planes; then the next pixels may come.
+  __device__ __forceinline__ void transpose(int first) {
+    float* const planes = stages + Traits::kPlanesAt;
+#pragma unroll 6
+    for (int i = lane; i < Traits::kPitch * Traits::kHeight; i += 32) {
+      const float2 two = *reinterpret_cast<const float2*>(stages + i * 4 + first);
+      planes[i] = two.x, planes[Traits::kPlane + i] = two.y;
+    }
+    __syncwarp();
+    if (first == 2) parity ^= 1, copy(0);
+  }
+  // After __syncwarp.
+  __device__ __forceinline__ void release() {
+    if constexpr (!Traits::kPixels) {
+      copy(stage);
+      if (++stage == Traits::kStages) stage = 0, parity ^= 1;
+    }
+  }
+
+  __device__ __forceinline__ float4* share() const { return shares + warp * kQuads * 32 + lane; }
+  __device__ __forceinline__ void put(Sums& sum, bool add) const {
+    float4* const place = share();
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const float4 old = add ? place[q * 32] : make_float4(0, 0, 0, 0);
+      place[q * 32] = make_float4(old.x + Product::at(sum, q * 4), old.y + Product::at(sum, q * 4 + 1),
+                                  old.z + Product::at(sum, q * 4 + 2), old.w + Product::at(sum, q * 4 + 3));
+    }
+  }
+
+  // Leaves the warp's sums of a tile in its share; the other warps may be reading it until the first barrier.
+  __device__ __forceinline__ void sum_tile() {
+    const int first = lane / Traits::kLanes * Traits::kRows * Traits::kPitch +
+                      lane % Traits::kLanes * Traits::kColumns + Traits::kLead;
+    const float* weight = weights + warp * Traits::kCopied * Traits::kWeights;
+    Sums total;
+    Product::clear(total);
+    bool met = false, add = false;
+    int chain = 0;
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+      const float* const input = plane(j) + first;
+      if constexpr (Traits::kTotals) {
+        Sums sum;
+        Product::template run<true>(input, weight, sum);
+#pragma unroll
+        for (int i = 0; i < Traits::kSums; ++i) Product::at(total, i) += Product::at(sum, i);
+      } else {
+        Product::template run<false>(input, weight, total);
+      }
+      const bool last_of_copy = j % Traits::kCopied == Traits::kCopied - 1;
+      weight += (last_of_copy ? (Traits::kWarps - 1) * Traits::kCopied + 1 : 1) * Traits::kWeights;
+      __syncwarp();
+      release();
+      if (!Traits::kTotals && ++chain == Traits::kChain && j + 1 < count) {
+        if (!met) __syncthreads();
+        put(total, add);
+        Product::clear(total);
+        met = add = true, chain = 0;
+      }
+    }
+    if (!met) __syncthreads();
+    put(total, add);
+    __syncthreads();
+  }
+
+  // Adds all shares; a warp stores some rows of all lanes' cells.
+  __device__ __forceinline__ void store_tile(const PhaseDirectTile<Traits>& tile, float term) const {
+    const int ox = (tile.x + lane % Traits::kLanes * Traits::kColumns) * Traits::kStride - p.padding[1];
+#pragma unroll
+    for (int row = warp; row < Traits::kRows * Traits::kStride; row += Traits::kWarps) {
+      const int oy = (tile.y + lane / Traits::kLanes * Traits::kRows) * Traits::kStride + row - p.padding[0];
+      if (static_cast<unsigned>(oy) >= static_cast<unsigned>(p.out[0])) continue;
+#pragma unroll
+      for (int q = 0; q < kRowQuads; ++q) {
+        float4 sum[Traits::kWarps];
+#pragma unroll
+        for (int i = 0; i < Traits::kWarps; ++i) sum[i] = shares[(i * kQuads + row * kRowQuads + q) * 32 + lane];
+#pragma unroll
+        for (int step = 1; step < Traits::kWarps; step *= 2) {
+#pragma unroll
+          for (int i = 0; i + step < Traits::kWarps; i += 2 * step) {
+            sum[i].x += sum[i + step].x, sum[i].y += sum[i + step].y;
+            sum[i].z += sum[i + step].z, sum[i].w += sum[i + step].w;
+          }
+        }
+        float value[4] = {sum[0].x + term, sum[0].y + term, sum[0].z + term, sum[0].w + term};
+        store_quad(tile.n, oy, ox + q * 4, value);
+      }
+    }
+  }
+  __device__ __forceinline__ void store_quad(int entry, int oy, int ox, float (&value)[4]) const {
+    float* const place = p.output + entry * p.out_batch + channel * p.out_channel +
+                         (static_cast<int64_t>(oy) * p.out[1] + ox) * p.out_pixel;
+    const float probe = fmaf(value[0], 0.f, fmaf(value[1], 0.f, fmaf(value[2], 0.f, value[3] * 0.f)));
+    const bool finite = probe == 0;
+    if (finite && p.vectors && ox >= 0 && ox + 3 < p.out[1]) {
+      *reinterpret_cast<float4*>(place) = make_float4(value[0], value[1], value[2], value[3]);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (static_cast<unsigned>(ox + i) < static_cast<unsigned>(p.out[1])) place[i * p.out_pixel] = value[i];
+    }
+    if (!finite) phase_direct_repair<Traits::kKernel, Traits::kStride>(p, entry, channel, oy, ox, place);
+  }
+  __device__ __forceinline__ void run() {
+    if (Traits::kFill != PhaseDirectFill::kElements && lane == 0) {
+      for (int i = 0; i < Traits::kStages; ++i) mbarrier_init(barriers + i * 8, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      fence_shared_writes();
+    }
+    __syncwarp();
+    begin_tile();
+#pragma unroll 1
+    for (int i = 0; i < Traits::kStages; ++i) copy(i);
+    load_weights();
+    __syncthreads();
+    const float term = p.bias == nullptr ? 0.f : __ldg(p.bias + channel);
+#pragma unroll 1
+    for (int tile = blockIdx.x; tile < p.all_tiles; tile += gridDim.x) {
+      sum_tile();
+      store_tile(PhaseDirectTile<Traits>(p, tile), term);
+    }
+  }
+};
+
+#endif
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    phase_direct_kernel(const __grid_constant__ PhaseDirectParams p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) float phase_direct_shared[];
+  PhaseDirectKernel<Traits>(p, phase_direct_shared).run();
+#endif
+}
+
+}  // namespace fastconvt::cuda
