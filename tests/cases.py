@@ -196,6 +196,8 @@ def draw_relative(integer, max_elements=100_000):
         ),
     }[kind]
     channels_in, channels_out, groups = (of[integer(0, len(of) - 1)] for of in (few, many, groups))
+    same = integer(0, 3) if kind == "head" else 3  # of all axes: kernel 3 or 4 with stride 2, or 9 with 2 to 4
+    of_all = ((integer(3, 4), 2), (9, integer(2, 4)))[same] if same < 2 else None
     axes = []
     for axis in range(ndim):
         longest = 20 if ndim == 3 or axis < ndim - 1 else (70, 70, 600)[integer(0, 2)]
@@ -206,6 +208,8 @@ def draw_relative(integer, max_elements=100_000):
         elif kind == "shuffle" or (kind != "relative" and integer(0, 1)):
             stride = integer(1, 8 // ndim)
             kernel, dilation = stride * (1 if kind == "shuffle" else integer(1, 2)), 1
+        if of_all:
+            kernel, stride, dilation = *of_all, 1
         drawn = _finish_axis(integer, integer(1, longest), kernel, stride, dilation)
         if kind == "depthwise" and integer(0, 1):  # bilinear up-sampling of rows in whole vectors
             stride = (1, 2, 2, 4, 8)[integer(0, 4)]
