@@ -16,7 +16,7 @@ inline void dense_input_gradient_finish(const Problem& p, DenseGradientTile& t) 
   const bool split = dense_gradient_split(p);
   const int64_t entry = split ? 16 : 8, taps = t.taps();
   t.pitch = dense_gradient_pitch(t.places());
-  const int64_t budget = dense_gradient_budget(p.element_size());
+  const int64_t budget = dense_gradient_budget(p.element_size(), t.shared);
   const int64_t reduction = (t.warps_k - 1) * t.warps_m * t.warps_n * t.m_tiles * t.n_tiles * 512;
   const auto fit = [&](int64_t planes, bool resident) {
     t.chunk_planes = ceil_div(t.planes, ceil_div(t.planes, planes));
@@ -26,10 +26,10 @@ inline void dense_input_gradient_finish(const Problem& p, DenseGradientTile& t) 
     t.resident = resident;
     t.totals = split && t.chunks > 1 && t.chunks * t.steps > 2 * kDenseGradientRun * t.warps_k;
     t.table_bytes = kDenseGradientBarriers +
-                    round_up(8 * (t.axis[2].places() + t.lines() + t.positions) + 8 * t.steps, int64_t{16}) +
+                    round_up(8 * (t.axis[2].places() + t.lines() + t.positions + t.kinds * t.steps), int64_t{16}) +
                     reduction + (t.totals ? dense_gradient_total_bytes(t) : 0);
     t.stage_bytes = t.chunk_planes * t.pitch * 16 + (resident ? 0 : t.weight_bytes);
-    const int64_t fixed = t.table_bytes + (resident ? t.chunks * t.weight_bytes : 0);
+    const int64_t fixed = t.table_bytes + (resident ? t.phases * t.chunks * t.weight_bytes : 0);
     t.stages = std::min((budget - fixed) / t.stage_bytes, kDenseGradientMaxStages);
     t.shared_bytes = fixed + t.stages * t.stage_bytes;
     return t.stages >= 2;
@@ -61,25 +61,23 @@ struct DenseGradientShape {
   bool fits(const Problem& p, bool of_weight) const {
     const int64_t in = p.in_channels_per_group();
     return warps_m * warps_n * warps_k == dense_gradient_consumers(p.element_size()) && (n_tiles == 1) == (in <= 8) &&
-           (warps_n == 1 || in > warps_n * 16) &&
-           (of_weight || n_tiles == 1 || m_tiles == 2 || !dense_gradient_split(p));  // registers
+           (n_tiles != 2 || in <= 16) && (warps_n == 1 || in > warps_n * 16) &&
+           (of_weight || n_tiles <= 2 || m_tiles == 2 || !dense_gradient_split(p));  // registers
   }
 };
 
-inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
-  constexpr DenseGradientShape kShapes[] = {
-      {8, 1, 1, 4, 4}, {8, 1, 1, 2, 4}, {4, 1, 2, 2, 4}, {2, 1, 4, 2, 4}, {1, 1, 8, 2, 4}, {4, 2, 1, 4, 4},
-      {4, 2, 1, 2, 4}, {2, 2, 2, 2, 4}, {1, 2, 4, 2, 4}, {2, 4, 1, 4, 4}, {2, 4, 1, 2, 4}, {8, 1, 1, 4, 1},
-      {4, 1, 2, 4, 1}, {2, 1, 4, 4, 1}, {1, 1, 8, 4, 1}, {4, 1, 1, 4, 4}, {4, 1, 1, 2, 4}, {2, 1, 2, 2, 4},
-      {1, 1, 4, 2, 4}, {2, 2, 1, 4, 4}, {1, 4, 1, 4, 4}, {1, 2, 2, 2, 4}, {4, 1, 1, 4, 1}, {1, 1, 4, 4, 1}};
+// The best tile of one of these shapes; `first` knows what is common to all, cycles(p, tile) what a tile takes.
+template <size_t kCount, typename Cycles>
+DenseGradientTile dense_input_gradient_best(const Problem& p, DenseGradientTile first,
+                                            const DenseGradientShape (&shapes)[kCount], Cycles&& cycles) {
   const int64_t in = p.in_channels_per_group();
-  DenseGradientTile first{}, best{};
+  DenseGradientTile best{};
   first.runs = dense_gradient_runs(p);
   first.planes = first.runs ? p.out_channels_per_group() : ceil_div(p.out_channels_per_group(), dense_granule(p));
   for (int a = 0; a < 3; ++a) dense_gradient_taps(p, a, first.runs, p.axis[a].kernel, first.axis[a]);
   double least = 0;
   const auto choose = [&]() {
-    for (const DenseGradientShape& shape : kShapes) {
+    for (const DenseGradientShape& shape : shapes) {
       if (!shape.fits(p, false)) continue;
       DenseGradientTile t = first;
       t.warps_m = shape.warps_m, t.warps_n = shape.warps_n, t.warps_k = shape.warps_k;
@@ -89,8 +87,8 @@ inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
       dense_gradient_for_boxes(p, t, [&](DenseGradientTile& x) {
         dense_input_gradient_finish(p, x);
         if (x.stages == 0) return;
-        x.cycles = dense_input_gradient_cycles(p, x);
-        const double rounds = double(dense_gradient_boxes(p, x) * p.groups * x.in_blocks) /
+        x.cycles = cycles(p, x);
+        const double rounds = double(dense_gradient_boxes(p, x) * p.groups * x.busy_phases * x.in_blocks) /
                               double(132 * dense_gradient_blocks(p.element_size()));
         const double cost = (rounds > 6 ? rounds + 0.3 : double(int64_t(rounds + 0.999))) * x.cycles;
         if (best.stages == 0 || cost < least) best = x, least = cost;
@@ -114,6 +112,15 @@ inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
   }
   best.cycles = least;
   return best;
+}
+
+inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
+  constexpr DenseGradientShape kShapes[] = {
+      {8, 1, 1, 4, 4}, {8, 1, 1, 2, 4}, {4, 1, 2, 2, 4}, {2, 1, 4, 2, 4}, {1, 1, 8, 2, 4}, {4, 2, 1, 4, 4},
+      {4, 2, 1, 2, 4}, {2, 2, 2, 2, 4}, {1, 2, 4, 2, 4}, {2, 4, 1, 4, 4}, {2, 4, 1, 2, 4}, {8, 1, 1, 4, 1},
+      {4, 1, 2, 4, 1}, {2, 1, 4, 4, 1}, {1, 1, 8, 4, 1}, {4, 1, 1, 4, 4}, {4, 1, 1, 2, 4}, {2, 1, 2, 2, 4},
+      {1, 1, 4, 2, 4}, {2, 2, 1, 4, 4}, {1, 4, 1, 4, 4}, {1, 2, 2, 2, 4}, {4, 1, 1, 4, 1}, {1, 1, 4, 4, 1}};
+  return dense_input_gradient_best(p, {}, kShapes, dense_input_gradient_cycles);
 }
 
 // ---- The weight's gradient.
@@ -147,17 +154,13 @@ inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t)
 }
 
 // Clocks of a block for a box, about.
-inline double dense_weight_gradient_cycles(const Problem& p, DenseGradientTile& t) {
+inline double dense_weight_gradient_cycles(const Problem& p, const DenseGradientTile& t) {
   const bool vector = p.layout == Layout::kChannelsLast;
   const double copies =
       dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
       dense_gradient_copies(p, t.positions, t.in_channels() / dense_granule(p), vector || t.input_rows);
   const double steps = double(t.positions) / double(2 * dense_granule(p) * t.warps_k);
-  const double product = steps * dense_gradient_step(p, t, true);
-  // More warps that copy help where copies bound a block, but not whole granules.
-  const bool whole = vector && t.n_tiles > 1 && p.out_channels_per_group() % dense_granule(p) == 0;
-  t.producers = p.element_size() == 4 && !whole && copies > 1.25 * product ? 8 : 4;
-  return dense_gradient_stage(t, copies, product);
+  return dense_gradient_stage(t, copies, steps * dense_gradient_step(p, t, true));
 }
 
 // Parts of the sum over boxes, each made by its own blocks. Parts of float32 sums are short: they are added in float64.
@@ -282,10 +285,8 @@ inline double dense_weight_gradient_cost_ms(const Problem& p) {
   const double bias_rate = p.layout == Layout::kChannelsLast ? 0.5e9 : 3e9;  // bytes a millisecond
   const double bias = p.has_bias ? 0.012 + double(p.element_size() * p.out_elements()) / bias_rate : 0;
   const double few = p.in_channels_per_group() < 8 ? 2 : 1;  // what the family is not made for
-  const DenseGradientTile& t = dense_gradient_tile(p, true);
-  // Than fitted, as measured afterwards.
-  const double faster = dense_gradient_split(p) ? 0.75 : t.producers == 8 ? 0.8 : 1;
-  return 0.012 + bias + faster * few * t.cycles / kDenseClocksMs;
+  const double strict = dense_gradient_split(p) ? 0.75 : 1;
+  return 0.012 + bias + strict * few * dense_gradient_tile(p, true).cycles / kDenseClocksMs;
 }
 
 }  // namespace fastconvt

@@ -40,7 +40,14 @@ struct DenseGradientAxis {
 };
 
 struct DenseGradientTile {
-  bool runs = false;  // granules are runs of taps
+  int64_t shared = kDenseGradientShared;  // of a multiprocessor
+  // The forward (dense.h): products of a launch, how many of these have taps, and what part of all taps; their lists of
+  // taps; and, a bit each, axes whose phases are columns.
+  int64_t phases = 1, busy_phases = 1, kinds = 1;
+  double filled = 1;
+  unsigned joined = 0;
+  bool any_columns = false;  // of boxes, not only multiples of eight
+  bool runs = false;         // granules are runs of taps
   DenseGradientAxis axis[3];
   int64_t m_tiles = 4, n_tiles = 4;  // of a warp, 16 and 8 wide
   int64_t warps_m = 4, warps_n = 1, warps_k = 1;
@@ -125,8 +132,14 @@ void dense_gradient_for_boxes(const Problem& p, DenseGradientTile t, Function&& 
       if (p.axis[0].in == 1) break;
     }
   };
+  // Multiples of eight, whose operands lie in banks of their own, or what wastes less.
+  const auto columns = [&](int64_t most) {
+    const auto filled = [&](int64_t x) { return double(p.axis[2].in) / double(round_up(p.axis[2].in, x)); };
+    const int64_t eights = even(p.axis[2].in, most, 8), any = even(p.axis[2].in, most, 1);
+    return t.any_columns && filled(eights) < 0.9 * filled(any) ? any : eights;
+  };
   for (int64_t most = positions; most >= std::min<int64_t>(8, positions); most /= 2) {
-    with_columns(even(p.axis[2].in, most, 8));
+    with_columns(columns(most));
     // With what taps reach beyond, a little less may be whole rounds of copies.
     if (p.axis[0].in * p.axis[1].in == 1 && most > 16) with_columns(even(p.axis[2].in, most - 8, 8));
   }
@@ -195,9 +208,9 @@ inline int64_t dense_gradient_total_bytes(const DenseGradientTile& t) {
 }
 
 // Shared memory of a block.
-constexpr int64_t dense_gradient_budget(int64_t element_size) {
+constexpr int64_t dense_gradient_budget(int64_t element_size, int64_t shared = kDenseGradientShared) {
   const int64_t blocks = dense_gradient_blocks(element_size);
-  return kDenseGradientShared / blocks - (blocks - 1) * 1024;
+  return shared / blocks - (blocks - 1) * 1024;
 }
 
 }  // namespace fastconvt

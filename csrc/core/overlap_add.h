@@ -340,7 +340,7 @@ inline double overlap_add_cost_ms(const Problem& problem) {
   if (problem.out_elements() == 0) return 0;
   const OverlapAddTile t = overlap_add_tile(problem);
   if (t.shared_bytes == 0) return 1e9;
-  const double box_rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.2e6 : 1.3e6;
+  const double box_rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.4e6 : 1.3e6;
   const double rate = t.wide ? (t.strict ? 1.3e6 : 1.15e6) : box_rate;  // cycles
   // channels_last: neighbouring outputs of a lane are apart.
   const double apart =

@@ -18,24 +18,25 @@ namespace fastconvt {
 struct PhaseDirectShape {
   int kernel, stride;  // of both axes
   int rows, columns;   // cells of a thread
-  int chain;           // channels whose products are added one after the other
+  int chain;           // channels whose products are added one after the other, for outputs of more than four taps
+  int64_t channels;    // of a group, at most: accuracy and shared memory
   int padding;         // for which tiles begin where copies can
   double cycles;       // of a multiprocessor for a channel of a tile, measured
 
+  constexpr int sums() const { return rows * columns * stride * stride; }
   constexpr int reach() const { return (kernel + stride - 1) / stride; }
   // Tensor copies begin at multiples of 16 bytes along the width: so many inputs before the first one of a tile.
   constexpr int lead() const { return (padding / stride - (reach() - 1) + 4 * reach()) % 4; }
 };
-// Sums of all cells of a thread stay below 129, so that a multiprocessor holds eight warps.
+// Sums of all cells of a thread, and totals of those of many taps, leave a multiprocessor eight warps.
 inline constexpr std::array<PhaseDirectShape, 3> kPhaseDirectShapes{{
-    {9, 2, 4, 4, 1, 4, 480},
-    {9, 3, 2, 4, 5, 4, 320},
-    {9, 4, 2, 4, 5, 4, 328},
+    {9, 2, 4, 4, 1, 80, 4, 455},
+    {9, 3, 2, 4, 5, 80, 4, 272},
+    {9, 4, 2, 4, 5, 56, 4, 254},
 }};
 
 inline constexpr int kPhaseDirectLanes = 8;  // of a warp, side by side
 inline constexpr int64_t kPhaseDirectShared = 227 * 1024;
-inline constexpr int64_t kPhaseDirectMaxChannels = 80;  // of a group: their weights stay in shared memory
 
 // Of the list above, or -1.
 inline int phase_direct_shape(const Problem& problem) {
@@ -67,7 +68,6 @@ inline std::string phase_direct_refusal(const Problem& problem) {
   if (!problem.axis[0].is_trivial()) return "three dimensions";
   if (phase_direct_shape(problem) < 0) return "a kernel, stride or dilation out of the list";
   if (problem.out_channels_per_group() > 4) return "many output channels a group";
-  if (problem.in_channels_per_group() > kPhaseDirectMaxChannels) return "many input channels a group";
   if (problem.out_channels > 65535) return "many output channels";
   if (problem.batch * problem.in_channels >= int64_t{1} << 30) return "a large batch";
   for (int a = 1; a < 3; ++a) {
@@ -78,6 +78,7 @@ inline std::string phase_direct_refusal(const Problem& problem) {
   if (double(problem.in_channels) * double(problem.in_positions()) >= double(int64_t{1} << 37))
     return "a large problem";
   const PhaseDirectShape& shape = kPhaseDirectShapes[phase_direct_shape(problem)];
+  if (problem.in_channels_per_group() > shape.channels) return "many input channels a group";
   if (problem.out_elements() > 0 && double(phase_direct_tiles(problem.axis[1], shape, 1)) *
                                             double(phase_direct_tiles(problem.axis[2], shape, 2)) *
                                             double(problem.batch) >=
@@ -93,19 +94,19 @@ inline double phase_direct_cost_ms(const Problem& problem) {
   const PhaseDirectShape& shape = kPhaseDirectShapes[std::max(phase_direct_shape(problem), 0)];
   const int64_t tiles = phase_direct_tiles(problem.axis[1], shape, 1) * phase_direct_tiles(problem.axis[2], shape, 2) *
                         problem.batch * problem.out_channels;
-  const int64_t of_one = ceil_div(tiles, int64_t{132});  // of a multiprocessor
   const int64_t channels = problem.in_channels_per_group();
+  const bool last = problem.layout == Layout::kChannelsLast;
   double cycles = 0;
-  if (problem.layout == Layout::kChannelsLast && channels % 4 == 0) {
-    // Eight warps share a tile's channels, four at a time.
-    cycles = double(of_one) * (1.12 * double(round_up(channels, int64_t{32})) * shape.cycles + 1500);
+  if (last && channels % 4 == 0) {
+    const double tile = 1.22 * double(round_up(channels, int64_t{8})) * shape.cycles + 30 * shape.sums();
+    cycles = double(ceil_div(tiles, int64_t{132})) * std::max(tile, 8800.);
   } else {
-    // Two tiles at a time; a lone one does not keep the units busy. Copies by element cost more.
-    const bool elements = problem.layout == Layout::kChannelsLast || problem.axis[2].in % 4 != 0;
-    const double at_a_time = double(of_one / 2 * 2) + 1.3 * double(of_one % 2);
-    cycles = at_a_time * ((elements ? 1.7 : 1) * double(round_up(channels, int64_t{4})) * shape.cycles + 750);
+    // Two tiles of a multiprocessor at a time; a lone one takes more than half of that. Copies by element cost more.
+    const double slower = last ? 2.5 : problem.axis[2].in % 4 != 0 ? 1.7 : 1;
+    const double tile = slower * double(round_up(channels, int64_t{4})) * shape.cycles + 18 * shape.sums();
+    cycles = (tiles <= 132 ? 1.2 : 2 * double(ceil_div(tiles, int64_t{264}))) * tile;
   }
-  return 0.006 + cycles / 1.97e6;
+  return 0.0065 + cycles / 1.97e6;
 }
 
 }  // namespace fastconvt

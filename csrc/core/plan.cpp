@@ -7,6 +7,7 @@
 
 #include "chain_backward.h"
 #include "chain_mma.h"
+#include "dense.h"
 #include "dense_gradient.h"
 #include "depthwise.h"
 #include "depthwise_gradient.h"
@@ -15,13 +16,16 @@
 #include "direct_gradient.h"
 #include "filter_bank.h"
 #include "flat_gemm.h"
+#include "gemm_weight_gradient.h"
 #include "heads.h"
 #include "heads_gemm.h"
 #include "heads_gradient.h"
 #include "long_rows.h"
+#include "mirrored_gradient.h"
 #include "overlap_add.h"
 #include "phase_direct.h"
 #include "phase_gemm.h"
+#include "phase_tf32.h"
 #include "phase_tma.h"
 #include "pixel_rows.h"
 #include "pixel_shuffle.h"
@@ -266,6 +270,9 @@ const Row kTable[] = {
      family_cost<flat_gemm_cost_ms>},
     {CandidateId::kPhaseTma, "phase_tma", true, kForward, family_refusal<90, phase_tma_refusal, 91>,
      family_cost<phase_tma_cost_ms>},
+    {CandidateId::kPhaseTf32, "phase_tf32", true, kForward, family_refusal<90, phase_tf32_refusal, 91>,
+     family_cost<phase_tf32_cost_ms>},
+    {CandidateId::kDense, "dense", true, kForward, family_refusal<80, dense_refusal>, family_cost<dense_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
     {CandidateId::kRows, "rows", true, kForward, family_refusal<90, rows_refusal>, family_cost<rows_cost_ms>},
@@ -297,10 +304,14 @@ const Row kTable[] = {
      family_refusal<75, direct_input_gradient_refusal>, family_cost<direct_input_gradient_cost_ms>},
     {CandidateId::kDirect, "direct_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<80, direct_weight_gradient_refusal>, family_cost<direct_weight_gradient_cost_ms>},
-    {CandidateId::kDense, "dense_dgrad", true, bit(Operation::kInputGradient),
+    {CandidateId::kDenseGradients, "dense_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<90, dense_input_gradient_refusal, 120>, family_cost<dense_input_gradient_cost_ms>},
-    {CandidateId::kDense, "dense_wgrad", true, bit(Operation::kWeightGradient),
+    {CandidateId::kDenseGradients, "dense_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<90, dense_weight_gradient_refusal, 120>, family_cost<dense_weight_gradient_cost_ms>},
+    {CandidateId::kMirrored, "mirrored_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<90, mirrored_gradient_refusal, 91>, family_cost<mirrored_gradient_cost_ms>},
+    {CandidateId::kGradientGemm, "gemm_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
@@ -338,7 +349,17 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
 }
 
 bool takes_channels_last_weights(CandidateId candidate) {
-  return candidate == CandidateId::kHeadsGemm || candidate == CandidateId::kPhaseDirect;
+  switch (candidate) {
+    case CandidateId::kHeadsGemm:
+    case CandidateId::kPhaseDirect:
+    case CandidateId::kPhaseTf32:
+    case CandidateId::kDense:
+    case CandidateId::kMirrored:
+    case CandidateId::kGradientGemm:
+      return true;
+    default:
+      return false;
+  }
 }
 
 bool is_candidate(const std::string& name) {

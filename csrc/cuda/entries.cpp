@@ -162,6 +162,14 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor packed = workspace(call.input, flat_gemm_workspace(problem));
     return launch_flat_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
   }
+  if (candidate == CandidateId::kPhaseTf32) {
+    const Tensor packed = workspace(call.input, phase_tf32_workspace(problem, input));
+    return launch_phase_tf32(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
+  if (candidate == CandidateId::kDense) {
+    const Tensor packed = workspace(call.input, dense_workspace(problem));
+    return launch_dense(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
   for (const auto& [id, launch] : kLaunchers) {
     if (id == candidate) return launch(problem, input, weight, bias, output, stream);
   }
@@ -252,8 +260,10 @@ constexpr GradientKernels kGradients[] = {
      heads_weight_gradient_workspace},
     {CandidateId::kDirect, launch_without<launch_direct_input_gradient>, nullptr, launch_direct_weight_gradient,
      direct_weight_gradient_workspace},
-    {CandidateId::kDense, launch_dense_input_gradient, dense_input_gradient_workspace, launch_dense_weight_gradient,
-     dense_weight_gradient_workspace},
+    {CandidateId::kDenseGradients, launch_dense_input_gradient, dense_input_gradient_workspace,
+     launch_dense_weight_gradient, dense_weight_gradient_workspace},
+    {CandidateId::kMirrored, launch_mirrored_input_gradient, mirrored_input_gradient_workspace, nullptr, nullptr},
+    {CandidateId::kGradientGemm, nullptr, nullptr, launch_gemm_weight_gradient, gemm_weight_gradient_workspace},
 };
 
 // Those of a candidate; null: ATen's.

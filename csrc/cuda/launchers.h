@@ -73,6 +73,17 @@ int64_t phase_tma_workspace(const Problem& problem, const void* input);
 cudaError_t launch_phase_tma(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, void* workspace, cudaStream_t stream);
 
+// The same in TF32, inputs by bulk tensor copies (core/phase_tf32.h).
+int64_t phase_tf32_workspace(const Problem& problem, const void* input);
+cudaError_t launch_phase_tf32(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output, void* workspace, cudaStream_t stream);
+
+// The same for any layer of eight channels a group and more (core/dense.h), in every precision but float64, on
+// synchronous matrix units; compute capability 8.0. The workspace, aligned to 16 bytes, holds packed weights.
+int64_t dense_workspace(const Problem& problem);
+cudaError_t launch_dense(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
+                         void* workspace, cudaStream_t stream);
+
 // The same for few channels and short kernels on matrix units, float32 by three products: long rows, contiguous
 // (core/long_rows.h); rows of whole pixels, channels_last (core/pixel_rows.h).
 cudaError_t launch_long_rows(const Problem& problem, const void* input, const void* weight, const void* bias,
@@ -132,6 +143,19 @@ cudaError_t launch_dense_input_gradient(const Problem& problem, const void* grad
 int64_t dense_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+
+// The input's gradient of a layer without strides, by the forward kernels (core/mirrored_gradient.h); compute capability
+// 9.0. The workspace is aligned to 256 bytes.
+int64_t mirrored_input_gradient_workspace(const Problem& problem);
+cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                           void* grad_input, void* workspace, cudaStream_t stream);
+
+// The gradient of a dense layer's weight as one matrix product on tensor copies and asynchronous matrix units, in 16
+// bits (core/gemm_weight_gradient.h), written in the problem's weight_layout; grad_bias may be null. Compute capability
+// 9.0.
+int64_t gemm_weight_gradient_workspace(const Problem& problem);
+cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                        void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or

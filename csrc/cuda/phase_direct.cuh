@@ -101,29 +101,42 @@ struct PhaseDirectKernel {
   float4* shares;
   float* weights;
   uint32_t barriers;  // of this warp
-  int lane, warp, channel, group;
-  int copies, count;  // of this warp in a tile; channels
+  int lane, warp, channel,
+      group;                 // `warp` is uniform for the compiler, too: addresses stay out of the lanes' registers
+  int begin, count, copies;  // channels of this warp, neighbours in pixels and every kWarps-th one in planes
   // What is copied next.
   int next_tile, left = 0, x, y, n, next;
   int stage = 0, parity = 0;
 
   __device__ __forceinline__ PhaseDirectKernel(const PhaseDirectParams& p, float* shared)
-      : p(p), lane(threadIdx.x % 32), warp(threadIdx.x / 32), channel(blockIdx.y), next_tile(blockIdx.x) {
+      : p(p),
+        lane(threadIdx.x % 32),
+        warp(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0)),
+        channel(blockIdx.y),
+        next_tile(blockIdx.x) {
     stages = shared + warp * Traits::kWarpFloats;
     float* const all_shares = shared + Traits::kWarps * Traits::kWarpFloats;
     shares = reinterpret_cast<float4*>(all_shares);
     weights = all_shares + Traits::kShares;
     barriers = shared_address(weights + p.group_in * Traits::kWeights) + warp * Traits::kStages * 8;
     group = channel / p.group_out;
-    copies = (p.group_in / Traits::kCopied - warp + Traits::kWarps - 1) / Traits::kWarps;
-    count = copies * Traits::kCopied;
+    if constexpr (Traits::kPixels) {
+      // Pairs of neighbours; warps that share a scheduler are four apart, so their sums are equal.
+      const int pairs = p.group_in / 2, of_all = pairs / Traits::kWarps, rest = pairs - of_all * Traits::kWarps;
+      begin = (of_all * warp + min(warp, rest)) * 2;
+      count = (of_all + (warp < rest ? 1 : 0)) * 2;
+      copies = count > 0 ? (begin + count + 3) / 4 - begin / 4 : 0;
+    } else {
+      begin = warp;
+      count = copies = (p.group_in - warp + Traits::kWarps - 1) / Traits::kWarps;
+    }
   }
 
   __device__ __forceinline__ void begin_tile() {
     const PhaseDirectTile<Traits> tile(p, min(next_tile, p.all_tiles - 1));
     left = next_tile < p.all_tiles ? copies : 0;
     x = tile.x - (Traits::kReach - 1) - Traits::kLead, y = tile.y - (Traits::kReach - 1), n = tile.n;
-    next = group * p.group_in + warp * Traits::kCopied;
+    next = group * p.group_in + begin / Traits::kCopied * Traits::kCopied;
     next_tile += gridDim.x;
   }
 
@@ -141,21 +154,27 @@ struct PhaseDirectKernel {
           phase_direct_load(shared_address(stages + to * Traits::kPlane), &p.map, x, y, n * p.channels + next, barrier);
         }
       }
-      next += Traits::kWarps * Traits::kCopied;
+      next += Traits::kPixels ? Traits::kCopied : Traits::kWarps;
       if (--left == 0) begin_tile();
     }
     if constexpr (Traits::kFill == PhaseDirectFill::kElements) phase_direct_commit();
   }
+  // A lane a column; what is left of the rows together.
   __device__ __forceinline__ void copy_elements(uint32_t to) const {
+    constexpr int kWidth = 32, kRest = Traits::kPitch - kWidth;
     const float* const from = p.input + n * p.in_batch + next * p.in_channel;
-#pragma unroll 2
-    for (int i = lane; i < Traits::kPitch * Traits::kHeight; i += 32) {
-      const int iy = y + i / Traits::kPitch, ix = x + i % Traits::kPitch;
-      const bool exists = static_cast<unsigned>(iy) < static_cast<unsigned>(p.in[0]) &&
-                          static_cast<unsigned>(ix) < static_cast<unsigned>(p.in[1]);
-      const int64_t position = static_cast<int64_t>(iy) * p.in[1] + ix;
-      phase_direct_copy(to + i * 4, exists ? from + position * p.in_pixel : p.input, exists);
-    }
+#pragma unroll 4
+    for (int row = 0; row < Traits::kHeight; ++row) copy_element(to, from, row, lane);
+#pragma unroll
+    for (int i = lane; i < Traits::kHeight * kRest; i += 32) copy_element(to, from, i / kRest, kWidth + i % kRest);
+  }
+  __device__ __forceinline__ void copy_element(uint32_t to, const float* from, int row, int column) const {
+    const int iy = y + row, ix = x + column;
+    const bool exists = static_cast<unsigned>(iy) < static_cast<unsigned>(p.in[0]) &&
+                        static_cast<unsigned>(ix) < static_cast<unsigned>(p.in[1]);
+    const int64_t position = static_cast<int64_t>(iy) * p.in[1] + ix;
+    phase_direct_copy(to + (row * Traits::kPitch + column) * 4, exists ? from + position * p.in_pixel : p.input,
+                      exists);
   }
 
   // All weights of the output channel, in the order of their use.
@@ -175,20 +194,24 @@ struct PhaseDirectKernel {
     phase_direct_wait<0>();
   }
 
-  // Where the next channel's plane is, once it is there; channel j of the warp's.
+  // Where the plane of channel j of the warp's, the next one, is, once it is there.
   __device__ __forceinline__ const float* plane(int j) {
-    if constexpr (Traits::kFill == PhaseDirectFill::kElements) {
+    const float* const plane = stages + stage * Traits::kPlane;
+    if constexpr (Traits::kPixels) {
+      const int place = (begin + j) % 4;
+      if (j == 0 || place == 0) mbarrier_wait(barriers, parity);
+      if (place % 2 == 0) transpose(place, place == 2 || j + 2 == count);
+      return stages + Traits::kPlanesAt + place % 2 * Traits::kPlane;
+    } else if constexpr (Traits::kFill == PhaseDirectFill::kElements) {
       phase_direct_wait<Traits::kStages - 1>();
       __syncwarp();
-    } else if (j % Traits::kCopied == 0) {
+    } else {
       mbarrier_wait(barriers + stage * 8, parity);
     }
-    if constexpr (!Traits::kPixels) return stages + stage * Traits::kPlane;
-    if (j % 2 == 0) transpose(j % 4);
-    return stages + Traits::kPlanesAt + j % 2 * Traits::kPlane;
+    return plane;
   }
-  // Two of four channels become planes; then the next pixels may come.
-  __device__ __forceinline__ void transpose(int first) {
+  // Two of four channels become planes; then the next pixels may come, if these are done.
+  __device__ __forceinline__ void transpose(int first, bool done) {
     float* const planes = stages + Traits::kPlanesAt;
 #pragma unroll 6
     for (int i = lane; i < Traits::kPitch * Traits::kHeight; i += 32) {
@@ -196,7 +219,7 @@ struct PhaseDirectKernel {
       planes[i] = two.x, planes[Traits::kPlane + i] = two.y;
     }
     __syncwarp();
-    if (first == 2) parity ^= 1, copy(0);
+    if (done) parity ^= 1, copy(0);
   }
   // After __syncwarp.
   __device__ __forceinline__ void release() {
@@ -206,50 +229,37 @@ struct PhaseDirectKernel {
     }
   }
 
-  __device__ __forceinline__ float4* share() const { return shares + warp * kQuads * 32 + lane; }
-  __device__ __forceinline__ void put(Sums& sum, bool add) const {
-    float4* const place = share();
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      const float4 old = add ? place[q * 32] : make_float4(0, 0, 0, 0);
-      place[q * 32] = make_float4(old.x + Product::at(sum, q * 4), old.y + Product::at(sum, q * 4 + 1),
-                                  old.z + Product::at(sum, q * 4 + 2), old.w + Product::at(sum, q * 4 + 3));
-    }
-  }
-
   // Leaves the warp's sums of a tile in its share; the other warps may be reading it until the first barrier.
   __device__ __forceinline__ void sum_tile() {
     const int first = lane / Traits::kLanes * Traits::kRows * Traits::kPitch +
                       lane % Traits::kLanes * Traits::kColumns + Traits::kLead;
-    const float* weight = weights + warp * Traits::kCopied * Traits::kWeights;
-    Sums total;
-    Product::clear(total);
-    bool met = false, add = false;
+    const float* weight = weights + begin * Traits::kWeights;
+    Sums total, chained;
+    Product::clear(total), Product::clear(chained);
     int chain = 0;
 #pragma unroll 1
     for (int j = 0; j < count; ++j) {
       const float* const input = plane(j) + first;
-      if constexpr (Traits::kTotals) {
+      if constexpr (Traits::kChain == 1) {
         Sums sum;
         Product::template run<true>(input, weight, sum);
-#pragma unroll
-        for (int i = 0; i < Traits::kSums; ++i) Product::at(total, i) += Product::at(sum, i);
+        Product::move(sum, total);
       } else {
-        Product::template run<false>(input, weight, total);
+        Product::template run<false>(input, weight, chained);
       }
-      const bool last_of_copy = j % Traits::kCopied == Traits::kCopied - 1;
-      weight += (last_of_copy ? (Traits::kWarps - 1) * Traits::kCopied + 1 : 1) * Traits::kWeights;
+      weight += (Traits::kPixels ? 1 : Traits::kWarps) * Traits::kWeights;
       __syncwarp();
       release();
-      if (!Traits::kTotals && ++chain == Traits::kChain && j + 1 < count) {
-        if (!met) __syncthreads();
-        put(total, add);
-        Product::clear(total);
-        met = add = true, chain = 0;
-      }
+      if (Traits::kChain != 1 && ++chain == Traits::kChain) Product::move(chained, total), chain = 0;
     }
-    if (!met) __syncthreads();
-    put(total, add);
+    if (Traits::kChain != 1) Product::move(chained, total), Product::copy_light(chained, total);
+    __syncthreads();
+    float4* const place = shares + warp * kQuads * 32 + lane;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      place[q * 32] = make_float4(Product::at(total, q * 4), Product::at(total, q * 4 + 1),
+                                  Product::at(total, q * 4 + 2), Product::at(total, q * 4 + 3));
+    }
     __syncthreads();
   }
 

@@ -39,12 +39,10 @@ struct PhaseDirectTraits {
   static constexpr int kLanes = kPhaseDirectLanes;
   static constexpr int kTileHeight = 32 / kLanes * kRows, kTileWidth = kLanes * kColumns;
   static constexpr int kSums = kRows * kStride * kColumns * kStride;
-  // A channel's sums are added to totals, in registers where there is room, else in shared memory.
-  static constexpr bool kTotals = kOf.chain == 1;
+  static constexpr int kChain = kOf.chain;
   // Warps of a block: each makes a tile for its share of the channels.
   static constexpr int kWarps = kPixels ? 8 : 4, kBlocks = kPixels ? 1 : 2, kThreads = kWarps * 32;
   static constexpr int kCopied = kPixels ? 4 : 1;  // channels of a copy
-  static constexpr int kChain = kPixels && !kTotals ? 4 : kOf.chain;
   // A staged plane; the last positions of a row only fill it up to 16 bytes.
   static constexpr int kPitch = (kLead + kTileWidth + kReach - 1 + 3) / 4 * 4, kHeight = kTileHeight + kReach - 1;
   static constexpr int kPlane = (kPitch * kHeight + 31) / 32 * 32;  // floats, as all sizes here

@@ -60,6 +60,27 @@ struct PhaseDirectProduct {
     }
   }
 
+  // Sums of many taps go to totals after each chain of channels; those of few, which stay within the rule of accuracy
+  // for all channels of a warp, only in the end.
+  static __host__ __device__ constexpr bool is_light(int i) {
+    const int y = i / (kColumns * kStride) % kStride, x = i % kStride;
+    return ((kKernel - y + kStride - 1) / kStride) * ((kKernel - x + kStride - 1) / kStride) <= 4;
+  }
+  static __device__ __forceinline__ void move(Sums& sum, Sums& total) {
+#pragma unroll
+    for (int i = 0; i < Traits::kSums; ++i) {
+      if (is_light(i)) continue;
+      at(total, i) += at(sum, i);
+      if (Traits::kChain != 1) at(sum, i) = 0;
+    }
+  }
+  static __device__ __forceinline__ void copy_light(Sums& sum, Sums& total) {
+#pragma unroll
+    for (int i = 0; i < Traits::kSums; ++i) {
+      if (is_light(i)) at(total, i) = at(sum, i);
+    }
+  }
+
   // kSet: sum = the channel's products, instead of +=. The window moves down a row at a time, so each row is loaded
   // once; weights come four at a time, to all lanes. The compiler spreads the loads some 40 instructions ahead.
   template <bool kSet>

@@ -1,0 +1,338 @@
+// The weight's gradient as one matrix product with a long inner dimension, all positions, on asynchronous products and
+// tensor copies, for 16 bits: tiles, refusals and costs. Plain C++17: no Torch, no CUDA;
+// csrc/cuda/gemm_weight_gradient.* compute what this plans.
+//
+// Rows are input channels, columns are slots: a tap and a block of output channels each. Position x meets, for tap t,
+// output s x - p + t d = s (x + e) + r - p: all taps of one residue r read the same outputs, e positions apart. A stage
+// holds kGemmWeightPositions inputs and, for every residue that a block needs, one box of outputs with a halo.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <string>
+
+#include "problem.h"
+
+namespace fastconvt {
+
+constexpr int kGemmWeightPositions = 64;           // of a stage
+constexpr int64_t kGemmWeightLongest = 128 << 10;  // positions of a partial sum at most, about
+constexpr int kGemmWeightMaxTaps = 128;
+constexpr int kGemmWeightMaxStride = 8;  // of copies
+constexpr int kGemmWeightMaxSlots = 8;   // of a warpgroup
+constexpr int kGemmWeightMaxStages = 8;
+constexpr int64_t kGemmWeightShared = 226 << 10;  // bytes of a block
+constexpr int kGemmWeightHead = 1024;             // of them, barriers
+
+// Channels of a slot, and the slots of a warpgroup.
+struct GemmWeightShape {
+  int width, slots;
+};
+constexpr GemmWeightShape kGemmWeightShapes[] = {{64, 1}, {64, 2}, {64, 3}, {64, 4}, {64, 5}, {32, 2},
+                                                 {32, 4}, {32, 5}, {32, 8}, {16, 4}, {16, 8}};
+constexpr int kNumGemmWeightShapes = sizeof(kGemmWeightShapes) / sizeof(kGemmWeightShapes[0]);
+
+// A tap: its number in the kernel, its residue and its shift along depth, height and width. The outputs of counted taps
+// are all outputs, each once.
+struct GemmWeightTap {
+  short number, residue[3], shift[3];
+  bool counted;
+
+  bool same_residue(const GemmWeightTap& other) const {
+    return residue[0] == other.residue[0] && residue[1] == other.residue[1] && residue[2] == other.residue[2];
+  }
+};
+
+// Axes are 0 to 3 here: batch, depth, height, width.
+struct GemmWeightTile {
+  int shape = -1;
+  bool rows;     // warpgroups differ in input channels; if not, in slots
+  bool direct;   // contiguous inputs are read as they lie, if they are aligned
+  int order[4];  // axes, innermost first
+  int box[4];    // positions of a stage, in this order
+  int halo[4];   // further outputs of a staged residue, in this order
+  int64_t tiles[4], all_tiles;
+  int in_blocks, channel_blocks, slot_blocks;
+  int slots;  // of a block
+  int boxes;  // staged for a block at most
+  int box_bytes, stage_bytes, stages;
+  int64_t kinds, splits;
+  double clocks;
+
+  int rows_of_box() const {
+    int count = 1;
+    for (int i = 0; i < 4; ++i) count *= box[i] + halo[i];
+    return count;
+  }
+};
+
+inline int64_t gemm_weight_size(const Problem& p, int axis) { return axis == 0 ? p.batch : p.axis[axis - 1].in; }
+inline int64_t gemm_weight_stride(const Problem& p, int axis) { return axis == 0 ? 1 : p.axis[axis - 1].stride; }
+
+// Whether taps padding .. padding + stride - 1 of every axis meet every output once, so that the bias's gradient is a
+// sum of what is staged for them.
+inline bool gemm_weight_counts(const Problem& p) {
+  return std::all_of(p.axis.begin(), p.axis.end(), [](const Axis& a) {
+    return (a.dilation == 1 || a.kernel == 1) && a.padding + a.stride <= a.kernel && a.out() <= a.in * a.stride;
+  });
+}
+
+// Taps by residue, those of one residue by shift. Returns how many.
+inline int gemm_weight_taps(const Problem& p, std::array<GemmWeightTap, kGemmWeightMaxTaps>& taps) {
+  int count = 0;
+  const auto residues = [&](const Axis& axis, auto&& visit) {
+    for (int64_t r = 0; r < axis.stride; ++r) {
+      for (int64_t t = 0; t < axis.kernel; ++t) {
+        if (t * axis.dilation % axis.stride == r) {
+          visit(r);
+          break;
+        }
+      }
+    }
+  };
+  const auto with_residue = [&](const Axis& axis, int64_t r, auto&& visit) {
+    for (int64_t t = 0; t < axis.kernel; ++t) {
+      if (t * axis.dilation % axis.stride == r) visit(t, t * axis.dilation / axis.stride);
+    }
+  };
+  residues(p.axis[0], [&](int64_t rd) {
+    residues(p.axis[1], [&](int64_t rh) {
+      residues(p.axis[2], [&](int64_t rw) {
+        with_residue(p.axis[0], rd, [&](int64_t kd, int64_t ed) {
+          with_residue(p.axis[1], rh, [&](int64_t kh, int64_t eh) {
+            with_residue(p.axis[2], rw, [&](int64_t kw, int64_t ew) {
+              const auto s = [](int64_t x) { return static_cast<short>(x); };
+              const int64_t number = (kd * p.axis[1].kernel + kh) * p.axis[2].kernel + kw;
+              const auto counted = [](const Axis& a, int64_t t) { return t >= a.padding && t < a.padding + a.stride; };
+              taps[count++] = {s(number),
+                               {s(rd), s(rh), s(rw)},
+                               {s(ed), s(eh), s(ew)},
+                               counted(p.axis[0], kd) && counted(p.axis[1], kh) && counted(p.axis[2], kw)};
+            });
+          });
+        });
+      });
+    });
+  });
+  return count;
+}
+
+// What a block stages for its slots, one residue of one block of channels after the other: calls
+// visit(first slot, last slot + 1, least shifts, greatest shifts).
+template <typename Taps, typename Visit>
+void gemm_weight_boxes(const Taps& taps, int count, int first, int last, Visit&& visit) {
+  for (int slot = first; slot < last;) {
+    const GemmWeightTap& tap = taps[slot % count];
+    int least[3], most[3], end = slot;
+    for (int a = 0; a < 3; ++a) least[a] = most[a] = tap.shift[a];
+    for (; end < last && end / count == slot / count && taps[end % count].same_residue(tap); ++end) {
+      for (int a = 0; a < 3; ++a) {
+        least[a] = std::min<int>(least[a], taps[end % count].shift[a]);
+        most[a] = std::max<int>(most[a], taps[end % count].shift[a]);
+      }
+    }
+    visit(slot, end, least, most);
+    slot = end;
+  }
+}
+
+// Clocks of a block for a stage, about.
+inline double gemm_weight_stage_clocks(const GemmWeightTile& t) {
+  const GemmWeightShape shape = kGemmWeightShapes[t.shape];
+  const double product = 8.0 * shape.slots * (shape.width / 2 + 5) + 60;
+  return std::max({product, double(t.stage_bytes) / 34, 350.0});
+}
+
+// Chooses the positions of a stage, for the halos of a block (by axis), and what follows from them.
+inline bool gemm_weight_fit(const Problem& p, const int (&halo)[4], GemmWeightTile& t) {
+  const int row_bytes = kGemmWeightShapes[t.shape].width * 2;
+  double least = 0;
+  GemmWeightTile best{};
+  for (int inner = 3; inner >= 0; --inner) {
+    GemmWeightTile x = t;
+    x.order[0] = inner;
+    for (int i = 1, axis = 3; axis >= 0; --axis) {
+      if (axis != inner) x.order[i++] = axis;
+    }
+    int64_t size[4];
+    int step[4];
+    for (int i = 0; i < 4; ++i) {
+      size[i] = gemm_weight_size(p, x.order[i]), step[i] = static_cast<int>(gemm_weight_stride(p, x.order[i]));
+      x.halo[i] = halo[x.order[i]];
+    }
+    const auto useful = [&](int i, int box) { return box == 1 || box < 2 * size[i]; };
+    if (x.direct && inner != 3) break;
+    for (int b0 = x.direct ? 32 : 8; b0 <= kGemmWeightPositions; b0 *= 2) {
+      if (b0 > (x.direct ? 32 : 8) && !useful(0, b0)) break;
+      for (int b1 = 1; b0 * b1 <= kGemmWeightPositions && useful(1, b1); b1 *= 2) {
+        for (int b2 = 1; b0 * b1 * b2 <= kGemmWeightPositions && useful(2, b2); b2 *= 2) {
+          const int b3 = kGemmWeightPositions / (b0 * b1 * b2);
+          const int boxes[4] = {b0, b1, b2, b3};
+          bool fits = true;
+          x.all_tiles = 1;
+          for (int i = 0; i < 4; ++i) {
+            x.box[i] = boxes[i];
+            fits = fits && (boxes[i] + x.halo[i]) * step[i] <= 256;
+            x.tiles[i] = ceil_div(size[i], int64_t{boxes[i]});
+            x.all_tiles *= x.tiles[i];
+          }
+          if (!fits) continue;
+          x.box_bytes = round_up(x.rows_of_box() * row_bytes, 1024);
+          x.stage_bytes = x.boxes * x.box_bytes + (x.rows ? 2 : 1) * kGemmWeightPositions * 128;
+          x.stages = static_cast<int>(
+              std::min<int64_t>((kGemmWeightShared - 1024 - kGemmWeightHead) / x.stage_bytes, kGemmWeightMaxStages));
+          if (x.stages < 2) continue;
+          // Neighbours in memory, if nothing speaks against them.
+          const double apart = inner == 3 ? 8.0 / b0 : inner == 0 ? 4 : 2;
+          const double cost =
+              double(x.all_tiles) * (gemm_weight_stage_clocks(x) + double(x.stage_bytes) / 200 + 8 * apart);
+          if (best.shape < 0 || cost < least) best = x, least = cost;
+        }
+      }
+    }
+  }
+  if (best.shape < 0) return false;
+  t = best;
+  return true;
+}
+
+// Whether channels are innermost already, in rows of whole vectors of 16 bytes.
+inline bool gemm_weight_as_it_lies(const Problem& p, int64_t group_channels) {
+  return p.layout == Layout::kChannelsLast && group_channels % 8 == 0;
+}
+
+// Whether copies can read contiguous inputs, rows of whole vectors of 16 bytes.
+inline bool gemm_weight_may_be_direct(const Problem& p) {
+  return p.layout == Layout::kContiguous && p.axis[2].in % 8 == 0 && p.axis[2].in >= 32;
+}
+
+constexpr double kGemmWeightClocksMs = 1.7e6;
+constexpr double kGemmWeightPackRate = 3e9;  // bytes a millisecond, read and written
+
+// Blocks of channels whose outputs a block sums for the bias at most: a block that has more cannot.
+constexpr int kGemmWeightBiasBlocks = 2;
+inline bool gemm_weight_sums_bias(const Problem& p, const GemmWeightTile& t) {
+  const int taps = static_cast<int>(p.kernel_positions());
+  return p.has_bias && gemm_weight_counts(p) && t.slots <= taps * (kGemmWeightBiasBlocks - 1) + 1;
+}
+
+inline int64_t gemm_weight_pitch(const Problem& p) { return round_up(p.out_channels_per_group(), int64_t{8}); }
+
+// Clocks in all, but for the packing of outputs; chooses how often the sum is split.
+inline double gemm_weight_clocks(const Problem& p, GemmWeightTile& t) {
+  constexpr int64_t kProcessors = 132;
+  const double stage = gemm_weight_stage_clocks(t);
+  const double weight = double(p.in_channels * gemm_weight_pitch(p) * p.kernel_positions()) * 4;
+  double least = 0;
+  // Matrix units truncate where they add: parts of sums are short.
+  const int64_t fewest = std::min(t.all_tiles, ceil_div(t.all_tiles, kGemmWeightLongest / kGemmWeightPositions));
+  const int64_t most = std::max(fewest, std::min(t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds)));
+  for (int64_t splits = fewest; splits <= most; ++splits) {
+    if (splits > fewest && splits < most && (t.kinds * splits) % kProcessors < kProcessors / 2 &&
+        t.kinds * splits > 64) {
+      if (t.kinds * (splits + 1) / kProcessors == t.kinds * splits / kProcessors) continue;
+    }
+    const double rounds = double(ceil_div(t.kinds * splits, kProcessors));
+    const double clocks = rounds * (double(ceil_div(t.all_tiles, splits)) * stage + 2500) +
+                          weight * double(splits) / 1500 + weight * double(splits) / 1500;
+    if (splits == fewest || clocks < least) least = clocks, t.splits = splits;
+  }
+  if (!t.direct && !gemm_weight_as_it_lies(p, p.in_channels_per_group())) {
+    least += double(p.in_elements()) * 4 / kGemmWeightPackRate * kGemmWeightClocksMs;
+  }
+  return t.clocks = least;
+}
+
+// A tile of one shape; `rows` and `direct` as in GemmWeightTile.
+inline bool gemm_weight_tile_of(const Problem& p, const std::array<GemmWeightTap, kGemmWeightMaxTaps>& taps, int count,
+                                int shape, bool rows, bool direct, GemmWeightTile& t) {
+  t = GemmWeightTile{};
+  t.shape = shape, t.rows = rows, t.direct = direct;
+  const GemmWeightShape of = kGemmWeightShapes[shape];
+  t.slots = of.slots * (rows ? 1 : 2);
+  t.in_blocks = static_cast<int>(ceil_div(p.in_channels_per_group(), int64_t{rows ? 128 : 64}));
+  t.channel_blocks = static_cast<int>(ceil_div(p.out_channels_per_group(), int64_t{of.width}));
+  const int all = t.channel_blocks * count;
+  if (!rows && all < 2) return false;
+  t.slot_blocks = ceil_div(all, t.slots);
+  const int even = ceil_div(all, t.slot_blocks);
+  if (even < t.slots - (rows ? 0 : 1)) return false;  // a smaller shape does it
+  t.slots = even;
+  t.kinds = p.groups * t.in_blocks * t.slot_blocks;
+  const int period = std::min(all, std::lcm(count, t.slots));
+  int halo[4] = {};
+  for (int first = 0; first < period; first += t.slots) {
+    int boxes = 0;
+    gemm_weight_boxes(taps, count, first, std::min(first + t.slots, all),
+                      [&](int, int, const int (&least)[3], const int (&most)[3]) {
+                        ++boxes;
+                        for (int a = 0; a < 3; ++a) halo[a + 1] = std::max(halo[a + 1], most[a] - least[a]);
+                      });
+    t.boxes = std::max(t.boxes, boxes);
+  }
+  return gemm_weight_fit(p, halo, t);
+}
+
+inline GemmWeightTile gemm_weight_tile(const Problem& p) {
+  std::array<GemmWeightTap, kGemmWeightMaxTaps> taps;
+  const int count = gemm_weight_taps(p, taps);
+  GemmWeightTile best{};
+  const int64_t out = p.out_channels_per_group(), in = p.in_channels_per_group();
+  for (int shape = 0; shape < kNumGemmWeightShapes; ++shape) {
+    // Narrow slots only where wide ones would stand empty for the most part.
+    const int64_t width = kGemmWeightShapes[shape].width, rest = (out - 1) % (2 * width) + 1;
+    if (width < 64 && (rest > width || out > 2 * width + width / 2 * 2)) continue;
+    if (width > 16 && out <= width / 2) continue;
+    for (const bool rows : {false, true}) {
+      if (rows && in <= 64) continue;
+      for (const bool direct : {false, true}) {
+        if (direct && !gemm_weight_may_be_direct(p)) continue;
+        GemmWeightTile t;
+        if (!gemm_weight_tile_of(p, taps, count, shape, rows, direct, t)) continue;
+        gemm_weight_clocks(p, t);
+        if (best.shape < 0 || t.clocks < best.clocks) best = t;
+      }
+    }
+  }
+  return best;
+}
+
+inline std::string gemm_weight_gradient_refusal(const Problem& p) {
+  constexpr int64_t kMaxSize = int64_t{1} << 30;
+  if (p.element_size() != 2) return "float32 and float64";
+  if (std::min({p.batch, p.in_channels, p.out_channels}) < 1) return "an empty problem";
+  for (const Axis& axis : p.axis) {
+    if (std::min(axis.in, axis.out()) < 1) return "an empty problem";
+    if (axis.stride > kGemmWeightMaxStride) return "a stride of more than 8";
+    if (std::max({axis.padding, axis.dilation, axis.output_padding}) > 1024)
+      return "a padding or dilation of more than 1024";
+    if (axis.kernel > kGemmWeightMaxTaps || axis.dilation * axis.kernel > 8 * 1024) return "a long kernel";
+    if (std::max(axis.in, axis.out()) >= kMaxSize) return "an axis of 2^30 or more";
+  }
+  if (p.kernel_positions() > kGemmWeightMaxTaps) return "a kernel of more than 128 elements";
+  if (p.in_channels_per_group() < 16 || p.out_channels_per_group() < 8) return "few channels";
+  if (std::max({p.batch, p.in_channels, p.out_channels}) >= kMaxSize / 8) return "a batch or channels of 2^27 or more";
+  const double limit = double(kMaxSize);
+  const double in = double(p.axis[0].in) * double(p.axis[1].in) * double(p.axis[2].in);
+  const double out = double(p.axis[0].out()) * double(p.axis[1].out()) * double(p.axis[2].out());
+  if (double(p.batch) * in >= limit || double(p.batch) * out >= limit) return "2^30 or more positions";
+  if (double(p.weight_elements()) >= double(1 << 28)) return "a weight of 2^28 or more elements";
+  const GemmWeightTile& t = last_result<gemm_weight_tile>(p);
+  if (t.shape < 0) return "a dilation whose positions do not fit shared memory";
+  if (t.kinds * t.splits > (1 << 30)) return "too many groups";
+  return "";
+}
+
+// Milliseconds on an H200.
+inline double gemm_weight_gradient_cost_ms(const Problem& p) {
+  const GemmWeightTile& t = last_result<gemm_weight_tile>(p);
+  const double bias = p.has_bias && !gemm_weight_sums_bias(p, t) ? 0.012 + double(2 * p.out_elements()) / 3e9 : 0;
+  double packed = 0;
+  if (!gemm_weight_as_it_lies(p, p.out_channels_per_group())) {
+    packed = 0.003 + double(p.out_elements()) * 4 / kGemmWeightPackRate;
+  }
+  return 0.008 + bias + packed + t.clocks / kGemmWeightClocksMs;
+}
+
+}  // namespace fastconvt

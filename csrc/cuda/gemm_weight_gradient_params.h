@@ -1,0 +1,60 @@
+// What the kernels of the weight's gradient as one matrix product see of a Problem.
+#pragma once
+
+#include "../core/gemm_weight_gradient.h"
+#include "device/fast_divide.h"
+#include "params.h"
+
+namespace fastconvt::cuda {
+
+struct GemmWeightParams {
+  // In the order of the tile's axes, innermost first.
+  int axis_of[4];                  // 0: batch
+  int tiles[4], box[4], pitch[4];  // pitch: of a staged box of outputs, in its rows
+  int stride[4], padding[4];
+  int all_tiles, splits, kinds;
+  int in_blocks, channel_blocks, slot_blocks, slots, all_slots;
+  int group_in, group_out;
+  int in_pitch, out_pitch;  // of groups, in what copies read
+  int taps;
+  bool rows;
+  bool direct;             // inputs are staged channel by channel
+  int input_at[4];         // direct: of every 16 positions, in bytes from a channel's first one
+  int channel_bytes;       // from a channel to the next
+  int input_swizzle;       // mask of the bits that the one above the lowest 128 bytes change
+  int row_bytes, swizzle;  // of a staged box of outputs, and as descriptors have it
+  int group_pitch;         // from eight positions of outputs to the next, in 16 bytes
+  int step_at[4];          // of every 16 positions: where their outputs begin, in 16 bytes
+  int boxes, box_bytes, box_copied, inputs_bytes;
+  int stage_bytes, stages;
+  int weight_pitch;  // of partial sums: channels
+  int64_t part;      // of a split, in elements
+  float* partial;
+  float* bias_partial;  // (splits, warps, groups, slot blocks, kGemmWeightBiasBlocks, channels of a slot); may be null
+  GemmWeightTap tap[kGemmWeightMaxTaps];
+};
+
+// How partial sums become the weight's gradient.
+struct GemmWeightReduction {
+  AxisParams axis[3];
+  Strides in, out;
+  int64_t batch;
+  int group_in, group_out, weight_pitch;
+  int rows, channels;  // of a block of the grid
+  int all_rows;
+  FastDivide channel_blocks, vectors, taps;  // vectors: of four channels, of a block
+  int splits, shares;
+  bool channels_last;  // of the weight
+  int64_t part;
+  const float* partial;
+  const float* bias_partial;
+  int weight_blocks;                                   // of the grid; the others reduce the bias
+  int out_channels, width, slots, slot_blocks, parts;  // parts: splits times warps that summed the bias
+  int64_t out_positions;
+  void* bias;
+  const void* grad;
+  const void* input;
+  void* output;
+};
+
+}  // namespace fastconvt::cuda

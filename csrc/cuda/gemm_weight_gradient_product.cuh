@@ -1,0 +1,102 @@
+// Asynchronous products whose right operand lies in shared memory position by position (compute capability 9.0a).
+#pragma once
+
+#include <cuda.h>
+
+#include "device/barrier.cuh"
+#include "device/numeric.cuh"
+#include "device/wgmma.cuh"
+#include "gemm_weight_gradient_params.h"
+
+namespace fastconvt::cuda {
+
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FASTCONVT_GEMM_WEIGHT 1
+#endif
+
+// A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, const int (&at)[5],
+                                         uint32_t barrier) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];"
+      :
+      : "r"(target), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// The upper half of a descriptor: the swizzle, and how far groups of eight positions are apart, in 16 bytes.
+__device__ __forceinline__ uint32_t positions_form(int swizzle, int group_pitch) {
+  return static_cast<uint32_t>(swizzle) << 30 | static_cast<uint32_t>(group_pitch);
+}
+// The operand that starts at a shared address, which is given in units of 16 bytes.
+__device__ __forceinline__ uint64_t positions_operand(uint32_t form, uint32_t start) {
+  return static_cast<uint64_t>(form) << 32 | (start & 0x3fff) | 1u << 16;
+}
+
+#define FASTCONVT_SUM1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+#define FASTCONVT_SUM2 FASTCONVT_SUM1(0), FASTCONVT_SUM1(1)
+#define FASTCONVT_SUM4 FASTCONVT_SUM2, FASTCONVT_SUM1(2), FASTCONVT_SUM1(3)
+#define FASTCONVT_SUM8 FASTCONVT_SUM4, FASTCONVT_SUM1(4), FASTCONVT_SUM1(5), FASTCONVT_SUM1(6), FASTCONVT_SUM1(7)
+#define FASTCONVT_REGS8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define FASTCONVT_REGS16 FASTCONVT_REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define FASTCONVT_REGS32 FASTCONVT_REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FASTCONVT_PRODUCT(shape, types, regs, sums, a0, a1, a2, a3, b)                                              \
+  asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" regs "}, {" a0 "," a1 "," a2 "," a3 "}, " b \
+               ", 1, 1, 1, 1;"                                                                                      \
+               : sums                                                                                               \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(columns))
+#define FASTCONVT_PRODUCTS(types)                                                                               \
+  if constexpr (kColumnTiles == 2) {                                                                            \
+    FASTCONVT_PRODUCT("m64n16k16", types, FASTCONVT_REGS8, FASTCONVT_SUM2, "%8", "%9", "%10", "%11", "%12");    \
+  } else if constexpr (kColumnTiles == 4) {                                                                     \
+    FASTCONVT_PRODUCT("m64n32k16", types, FASTCONVT_REGS16, FASTCONVT_SUM4, "%16", "%17", "%18", "%19", "%20"); \
+  } else {                                                                                                      \
+    static_assert(kColumnTiles == 8);                                                                           \
+    FASTCONVT_PRODUCT("m64n64k16", types, FASTCONVT_REGS32, FASTCONVT_SUM8, "%32", "%33", "%34", "%35", "%36"); \
+  }
+
+// d += a * columns, in flight until wgmma_wait(): 16 positions.
+template <typename T, int kColumnTiles>
+__device__ __forceinline__ void start_positions(float (&d)[kColumnTiles][4], const uint32_t (&a)[4], uint64_t columns) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  if constexpr (std::is_same_v<T, __half>) {
+    FASTCONVT_PRODUCTS("f16.f16")
+  } else {
+    FASTCONVT_PRODUCTS("bf16.bf16")
+  }
+#endif
+}
+
+#undef FASTCONVT_SUM1
+#undef FASTCONVT_SUM2
+#undef FASTCONVT_SUM4
+#undef FASTCONVT_SUM8
+#undef FASTCONVT_REGS8
+#undef FASTCONVT_REGS16
+#undef FASTCONVT_REGS32
+#undef FASTCONVT_PRODUCT
+#undef FASTCONVT_PRODUCTS
+
+// Four 8 x 8 matrices: a lane gives the address of a row of one.
+__device__ __forceinline__ void load_four(uint32_t (&a)[4], uint32_t address) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+#endif
+}
+// The same, transposed.
+__device__ __forceinline__ void load_four_transposed(uint32_t (&a)[4], uint32_t address) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+#endif
+}
+
+}  // namespace fastconvt::cuda

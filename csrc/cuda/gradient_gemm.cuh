@@ -1,0 +1,317 @@
+// The gradient GEMM, device side. See core/gradient_gemm.h. Blocks are persistent: one thread copies what all their
+// items need, two warpgroups multiply,
+// two warps store.
+#pragma once
+
+#include "device/cluster.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/shared_address.cuh"
+#include "gradient_gemm_store.cuh"
+
+namespace fastconvt::cuda {
+
+constexpr int kGradientGemmThreads = 384;
+
+// In shared memory: of every stage, that it is full and that it is empty; of what each warpgroup stages, that it is
+// there and that it has been read.
+struct GradientGemmBarriers {
+  uint32_t address;
+  __device__ __forceinline__ uint32_t full(int stage) const { return address + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kGradientGemmMaxStages + stage); }
+  __device__ __forceinline__ uint32_t staged(int warpgroup) const {
+    return full(2 * kGradientGemmMaxStages + warpgroup);
+  }
+  __device__ __forceinline__ uint32_t stored(int warpgroup) const { return staged(2 + warpgroup); }
+};
+
+struct GradientGemmRing {
+  int place = 0, parity = 0;
+  __device__ __forceinline__ void advance(int places) {
+    if (++place == places) place = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ uint32_t first_stage(uint32_t base) { return base + kGradientGemmHeader; }
+
+// Which block of its cluster this is.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+
+// The stages of an item that a block of a cluster sums.
+__device__ __forceinline__ void find_share(const GradientGemmParams& p, int rank, int& begin, int& end) {
+  begin = p.inner * rank / p.splits, end = p.inner * (rank + 1) / p.splits;
+}
+
+// A tap and a chunk of channels, in the order of the inner dimension.
+struct GradientGemmUnit {
+  int chunk, tap, t[3];
+
+  __device__ __forceinline__ void find(const GradientGemmParams& p, int unit) {
+    tap = unit / p.chunks, chunk = unit - tap * p.chunks;
+    int rest = tap;
+#pragma unroll
+    for (int a = 2; a >= 0; --a) {
+      const int outer = rest / p.axis[a].kernel;
+      t[a] = rest - outer * p.axis[a].kernel, rest = outer;
+    }
+  }
+  __device__ __forceinline__ void advance(const GradientGemmParams& p) {
+    if (++chunk < p.chunks) return;
+    chunk = 0, ++tap;
+    if (++t[2] < p.axis[2].kernel) return;
+    t[2] = 0;
+    if (++t[1] < p.axis[1].kernel) return;
+    t[1] = 0, ++t[0];
+  }
+};
+
+// Copies what all items need, each stage as soon as its place is free. One thread.
+__device__ __forceinline__ void copy_items(const GradientGemmParams& p, const CUtensorMap* positions,
+                                           const CUtensorMap* weights, uint32_t base, int rank) {
+  const GradientGemmBarriers barriers{base};
+  wait_for_previous_grid();  // for the packed tensors
+  GradientGemmRing ring;
+  int begin, end;
+  find_share(p, rank, begin, end);
+  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits) {
+    const GradientGemmItem item = find_item(p, index);
+    int at[5], image = item.first_position;
+    at[4] = p.image(image);
+#pragma unroll
+    for (int a = 2; a >= 0; --a) {
+      int rest = image;
+      image = p.axis[a].in(rest);
+      at[3 - a] = rest * p.axis[a].stride - p.axis[a].padding;
+    }
+    const int in_channel = item.group * p.group_in + item.first_channel;
+    GradientGemmUnit unit;
+    int number = begin * p.units_per_stage;
+    unit.find(p, number);
+    for (int i = begin; i < end; ++i, ring.advance(p.stages)) {
+      const uint32_t full = barriers.full(ring.place);
+      const uint32_t rows = first_stage(base) + ring.place * p.stage_bytes;
+      const uint32_t columns = rows + p.units_per_stage * p.unit_rows_bytes;
+      mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+      mbarrier_arrive_expecting(full, p.stage_bytes);
+      for (int u = 0; u < p.units_per_stage; ++u, ++number) {
+        const bool exists = number < p.units;  // else zeros, from beyond the channels
+        const int offset[3] = {unit.t[0] * p.axis[0].dilation, unit.t[1] * p.axis[1].dilation,
+                               unit.t[2] * p.axis[2].dilation};
+        at[0] = exists ? item.group * p.group_pitch + unit.chunk * p.chunk : p.out_channels;
+        load_positions(rows + u * p.unit_rows_bytes, positions, p.rank, at, offset, full);
+        load_weights(columns + u * p.unit_columns_bytes, weights, exists ? unit.chunk * p.chunk : p.out_channels,
+                     unit.tap, in_channel, full);
+        if (number + 1 < p.units) unit.advance(p);
+      }
+    }
+  }
+}
+
+// The products of an item's stages [begin, end).
+template <typename T, int kRowTiles, int kTiles>
+__device__ __forceinline__ void multiply_item(const GradientGemmParams& p, uint32_t base, int warpgroup, int count,
+                                              GradientGemmRing& ring, float (&sum)[kRowTiles][kTiles][4]) {
+  constexpr int kSteps = 4;  // of 32 bytes a row
+  const GradientGemmBarriers barriers{base};
+  const uint32_t form = gradient_operand_form(p.swizzle, 8 * p.chunk_bytes);
+  const bool arrives = threadIdx.x % 32 == 0;
+  const int steps = p.chunk_bytes / 32;
+  uint32_t row_step[kSteps], column_step[kSteps];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    row_step[k] = (k / steps * p.unit_rows_bytes + k % steps * 32 + warpgroup * kRowTiles * 64 * p.chunk_bytes) >> 4;
+    column_step[k] = (p.units_per_stage * p.unit_rows_bytes + k / steps * p.unit_columns_bytes + k % steps * 32) >> 4;
+  }
+  const int tile_step = 64 * p.chunk_bytes >> 4;
+  uint32_t done = 0;  // the stage before
+  int add = 0;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const uint32_t stage = (first_stage(base) + ring.place * p.stage_bytes) >> 4;
+    mbarrier_wait(barriers.full(ring.place), ring.parity);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        start_gradient_product<T>(sum[r], gradient_operand(form, stage + row_step[k] + r * tile_step),
+                                  gradient_operand(form, stage + column_step[k]), k == 0 ? add : 1);
+      }
+    wgmma_commit();
+    wgmma_wait<1>();
+    add = 1;
+    if (arrives && done != 0) mbarrier_arrive(done);
+    done = barriers.empty(ring.place);
+    ring.advance(p.stages);
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) asm volatile("" : "+f"(sum[r][j][k])::"memory");  // nothing reads them earlier
+  if (arrives && done != 0) mbarrier_arrive(done);
+}
+
+// What a block of a cluster stores of its item's channels.
+__device__ __forceinline__ GradientGemmStaged find_staged(const GradientGemmParams& p, const GradientGemmItem& item,
+                                                          uint32_t base, int warpgroup, int rank) {
+  const int share = p.columns / p.splits;
+  return {base + p.staging_at + warpgroup * p.staging_share, item.first_position + warpgroup * (p.rows / 2),
+          rank * share, (rank + 1) * share};
+}
+
+template <typename T, bool kContiguous, int kRowTiles, int kTiles>
+__device__ __forceinline__ void store_sums(const GradientGemmParams& p, const GradientGemmItem& item,
+                                           const GradientGemmStaged& staged, uint32_t base, int warpgroup, int parity,
+                                           const float (&sum)[kRowTiles][kTiles][4]) {
+  const GradientGemmBarriers barriers{base};
+  const bool by_threads = p.store == GradientGemmStore::kThreads;
+  if (!by_threads) mbarrier_wait(barriers.stored(warpgroup), parity ^ 1);
+  stage_item<T, kContiguous>(p, item, staged, warpgroup, sum);
+  if (!by_threads) {
+    fence_shared_writes();
+    mbarrier_arrive(barriers.staged(warpgroup));
+  } else {
+    store_by_threads<T, kContiguous>(p, item, staged);
+    meet_warpgroup(warpgroup, false);
+  }
+}
+
+// The same where the blocks of a cluster share an item: each leaves its sums in shared memory, where stages were, adds
+// everyone's of its share of the channels, in the order of the blocks, and stores these.
+template <typename T, bool kContiguous, int kRowTiles, int kTiles>
+__device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const GradientGemmItem& item,
+                                              const GradientGemmStaged& staged, uint32_t base, int warpgroup,
+                                              const float (&sum)[kRowTiles][kTiles][4]) {
+  constexpr int kTile = 128 * 16, kAtOnce = 4;  // bytes of a tile's sums; blocks that are read at the same time
+  const uint32_t own = first_stage(base) + warpgroup * (kRowTiles * kTiles * kTile) + threadIdx.x % 128 * 16;
+  asm volatile("bar.sync 3, 256;" ::: "memory");  // nobody multiplies what sums will stand on
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) store_shared(own + (i * kTiles + j) * kTile, sum[i][j]);
+  meet_cluster();
+  const int share = kTiles / p.splits, first = staged.begin / 8;
+  float probe = 0;
+#pragma unroll 2
+  for (int n = 0; n < kRowTiles * share; ++n) {
+    const int i = n / share, j = first + n - i * share;
+    float total[4] = {0, 0, 0, 0};
+    for (int s = 0; s < p.splits; s += kAtOnce) {
+      float part[kAtOnce][4];
+#pragma unroll
+      for (int q = 0; q < kAtOnce; ++q) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) part[q][k] = 0;
+        if (s + q < p.splits) load_cluster(cluster_address(own + (i * kTiles + j) * kTile, s + q), part[q]);
+      }
+#pragma unroll
+      for (int q = 0; q < kAtOnce; ++q)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) total[k] += part[q][k];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) probe = fmaf(total[k], 0.f, probe);
+    stage_tile<T, kContiguous>(p, staged.staging, total, i * 64, j);
+  }
+  finish_staging<T, kContiguous>(p, item, staged, warpgroup, probe);
+  store_by_threads<T, kContiguous>(p, item, staged);
+}
+
+template <typename T, bool kContiguous, int kRowTiles, int kTiles>
+__device__ __forceinline__ void finish_item(const GradientGemmParams& p, const GradientGemmItem& item, uint32_t base,
+                                            int warpgroup, int rank, int parity,
+                                            const float (&sum)[kRowTiles][kTiles][4]) {
+  const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, rank);
+  if (p.splits > 1) {
+    add_and_store<T, kContiguous>(p, item, staged, base, warpgroup, sum);
+  } else {
+    store_sums<T, kContiguous>(p, item, staged, base, warpgroup, parity, sum);
+  }
+}
+
+template <typename T, int kRowTiles, int kTiles>
+__device__ __forceinline__ void multiply_items(const GradientGemmParams& p, uint32_t base, int rank) {
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  GradientGemmRing ring;
+  int begin, end, parity = 0;
+  find_share(p, rank, begin, end);
+  float sum[kRowTiles][kTiles][4];
+  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits, parity ^= 1) {
+    multiply_item<T>(p, base, warpgroup, end - begin, ring, sum);
+    const GradientGemmItem item = find_item(p, index);
+    if (p.contiguous) {
+      finish_item<T, true>(p, item, base, warpgroup, rank, parity, sum);
+    } else {
+      finish_item<T, false>(p, item, base, warpgroup, rank, parity, sum);
+    }
+  }
+}
+
+// Stores what a warpgroup stages. One warp.
+template <typename T>
+__device__ __forceinline__ void store_items(const GradientGemmParams& p, const CUtensorMap* map, uint32_t base,
+                                            int warpgroup) {
+  const GradientGemmBarriers barriers{base};
+  int parity = 0;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x, parity ^= 1) {
+    const GradientGemmItem item = find_item(p, index);
+    const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, 0);
+    mbarrier_wait(barriers.staged(warpgroup), parity);
+    if (p.store == GradientGemmStore::kRuns) {
+      store_runs<T>(p, item, staged);
+    } else if (threadIdx.x % 32 == 0) {
+      store_boxes<T>(p, map, item, staged);
+    }
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.stored(warpgroup));
+  }
+}
+
+template <typename T, int kRowTiles, int kTiles>
+__global__ void __launch_bounds__(kGradientGemmThreads, 1)
+    gradient_gemm_kernel(const __grid_constant__ GradientGemmParams p, const __grid_constant__ CUtensorMap positions,
+                         const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap gradients) {
+#ifdef FASTCONVT_GRADIENT_GEMM
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = shared_address(shared);
+  const GradientGemmBarriers barriers{base};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < p.stages; ++i) {
+      mbarrier_init(barriers.full(i), 1);
+      mbarrier_init(barriers.empty(i), 8);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(barriers.staged(i), 128);
+      mbarrier_init(barriers.stored(i), 1);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int rank = p.splits > 1 ? cluster_rank() : 0;
+  if (threadIdx.x < 256) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    multiply_items<T, kRowTiles, kTiles>(p, base, rank);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (threadIdx.x == 256) copy_items(p, &positions, &weights, base, rank);
+    __syncwarp();
+    if (p.splits > 1) meet_cluster();
+    const int warp = threadIdx.x / 32 - 9;
+    if (p.store != GradientGemmStore::kThreads && (warp == 0 || warp == 1)) {
+      store_items<T>(p, &gradients, base, warp);
+    }
+  }
+  if (p.splits > 1) meet_cluster();  // nobody leaves while others read
+#endif
+}
+
+}  // namespace fastconvt::cuda
