@@ -211,7 +211,7 @@ OWN = [
     ("WEIGHT_GRADIENT", ("bilinear_head_k16_s8",), ["depthwise_wgrad"], ["depthwise_wgrad"]),
     ("INPUT_GRADIENT", ("depthwise_k4_s2_in_vectors",), ["depthwise_gradients"], ["depthwise_dgrad", "direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("depthwise_k4_s2_in_vectors",), ["depthwise_gradients"], ["depthwise_wgrad"]),
-    ("INPUT_GRADIENT", ("dense_k3_s1", "bfloat16"), ["mirrored_dgrad", "dense_dgrad"], ["direct_dgrad"]),
+    ("INPUT_GRADIENT", ("dense_k3_s1", "bfloat16"), ["mirrored_dgrad", "gemm_dgrad", "dense_dgrad"], ["direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("dense_k3_s1", "bfloat16"), ["gemm_wgrad", "dense_wgrad"], []),
     ("INPUT_GRADIENT", ("groups_2_of_12",), ["direct_dgrad"], ["direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("groups_2_of_12",), ["direct_wgrad"], []),

@@ -130,24 +130,34 @@ void dense_for_joined(const Problem& p, Function&& function) {
   if (all != 0 && waste > 1) function(0u);
 }
 
-// Clocks of an H200, fitted to 920 tiles of 68 layers: nine of ten within a quarter.
-inline constexpr double kDenseProducts[] = {37.7, 13.5, 8.8};               // of 16 x 8 numbers: float32, TF32, 16 bits
-inline constexpr double kDenseLoads = 9.7;                                  // of 16 rows, or eight columns, of operands
-inline constexpr double kDenseCopies[2][2] = {{0.41, 0.52}, {0.22, 0.66}};  // of what the gradients' would take
-inline constexpr double kDenseStage[] = {1000, 2170};
-inline constexpr double kDenseStores[] = {143, 92, 86};  // of an output of each thread
-inline constexpr double kDenseBytesMs = 1.57e9, kDenseEntriesMs = 4.5e7;
+// Clocks of an H200, fitted to 843 tiles of 66 layers: four of five within an eighth.
+inline constexpr double kDenseProducts[] = {34.8, 12.6, 7.3};               // of 16 x 8 numbers: float32, TF32, 16 bits
+inline constexpr double kDenseLoads = 11.5;                                 // of 16 rows, or eight columns, of operands
+inline constexpr double kDenseCopies[2][2] = {{0.46, 0.42}, {0.32, 0.63}};  // of what the gradients' take
+inline constexpr double kDensePacked = 390;                                 // bytes of packed weights a clock
+inline constexpr double kDenseStage[] = {940, 2430}, kDenseEnd[] = {1340, 1940};
+inline constexpr double kDenseStores[] = {36, 33, 25.5};  // of an output of each thread
+inline constexpr double kDenseBytesMs = 3.2e9, kDenseEntriesMs = 6.6e7;
 
 inline int dense_precision(const Problem& p) { return p.element_size() == 2 ? 2 : p.allow_tf32 ? 1 : 0; }
 
-// How much more outputs take where neighbours are stored by others, or rows are short.
+// Whether neighbouring columns are neighbours in memory, pair by pair.
+inline bool dense_has_pairs(const Problem& layer, unsigned joined) {
+  if (layer.layout == Layout::kChannelsLast) return layer.out_channels_per_group() % 2 == 0;
+  return dense_is_joined(joined, 2) && layer.axis[2].stride % 2 == 0 && layer.axis[2].out() % 2 == 0;
+}
+
+// How much more outputs take where neighbours are stored one by one, by others, or in short runs.
 inline double dense_scatter(const Problem& layer, const DenseGradientTile& t) {
-  if (layer.layout == Layout::kChannelsLast) return 1;
+  const bool pairs = dense_has_pairs(layer, t.joined);
+  const double sector = 32 / double(layer.element_size());
+  if (layer.layout == Layout::kChannelsLast) {
+    return 1 + 0.66 * sector / double(std::min(t.in_channels(), layer.out_channels_per_group())) + (pairs ? 0 : 3);
+  }
   const Axis& width = layer.axis[2];
   const bool joined = dense_is_joined(t.joined, 2);
   const double others = joined ? 0 : double(std::min<int64_t>(width.stride, 8) - 1);
-  const double run = double(t.axis[2].box * (joined ? width.stride : 1) * layer.element_size());
-  return 1 + 0.58 * others + 0.89 * 32 / run;
+  return 1 + 0.89 * others + 1.6 * sector / double(t.axis[2].box * (joined ? width.stride : 1)) + (pairs ? 0 : 0.87);
 }
 inline double dense_store_cycles(const Problem& layer, const DenseGradientTile& t) {
   return kDenseStores[dense_precision(layer)] * double(4 * t.m_tiles * t.n_tiles) * dense_scatter(layer, t);
@@ -156,15 +166,16 @@ inline double dense_store_cycles(const Problem& layer, const DenseGradientTile& 
 // Of a block for a tile, about.
 inline double dense_cycles(const Problem& layer, const Problem& phase, const DenseGradientTile& t) {
   const bool last = layer.layout == Layout::kChannelsLast, words = layer.element_size() == 4;
-  const double line = double(t.axis[2].places() * layer.element_size());
+  const double filled = 0.82 + 0.18 * t.filled, line = double(t.axis[2].places() * layer.element_size());
   const double copies = dense_gradient_copies(phase, t.places(), t.chunk_planes, last) * kDenseCopies[!words][last] *
-                        (last ? 1 : 1 + 0.35 * 32 / line);
+                            (last ? 1 : 1 + 0.14 * 32 / line) +
+                        (t.resident ? 0 : filled * double(t.weight_bytes) / kDensePacked);
   const double step = kDenseProducts[dense_precision(layer)] * double(t.m_tiles * t.n_tiles) +
                       kDenseLoads * double(t.m_tiles + t.n_tiles);
-  const double product = (0.58 + 0.42 * t.filled) * double(t.steps) / double(t.warps_k) * step;
-  const double stage = std::max({product, copies, (copies + 380) / double(t.stages - 1)}) +
-                       0.41 * std::min(product, copies) + kDenseStage[!words];
-  return double(t.chunks) * stage + (words ? 0 : 580) + dense_store_cycles(layer, t);
+  const double product = filled * double(t.steps) / double(t.warps_k) * step;
+  const double stage = std::max({product, copies, (copies + 890) / double(t.stages - 1)}) +
+                       0.51 * std::min(product, copies) + kDenseStage[!words];
+  return double(t.chunks) * stage + kDenseEnd[!words] + dense_store_cycles(layer, t);
 }
 
 // Packed weights: of 32 lanes, a step and eight channels an entry.
@@ -176,10 +187,9 @@ inline int64_t dense_entries(const Problem& p, const DenseGradientTile& t) {
 inline double dense_tile_ms(const Problem& p, const DenseGradientTile& t) {
   const double tiles = double(dense_gradient_boxes(dense_folded(p), t) * p.groups * t.in_blocks);
   const double idle = tiles * double(t.phases - t.busy_phases) / double(132 * dense_gradient_blocks(p.element_size()));
-  const double scattered = (dense_scatter(p, t) - 1) * double(p.element_size()) * double(p.out_elements());
-  const double cycles = t.cycles + idle * (800 + dense_store_cycles(p, t));
+  const double cycles = t.cycles + idle * (2280 + 2.8 * dense_store_cycles(p, t));
   const double weights = double(dense_entries(p, t)) * (dense_gradient_split(p) ? 2 : 1) / kDenseEntriesMs;
-  return 0.014 + std::max(cycles / kDenseClocksMs, (p.bytes() + scattered) / kDenseBytesMs) + weights;
+  return 0.014 + std::max(cycles / kDenseClocksMs, p.bytes() / kDenseBytesMs) + weights;
 }
 
 template <int64_t kShared>

@@ -68,6 +68,11 @@ inline void gradient_gemm_chunk(const Problem& p, GradientGemmTile& t) {
   t.inner = static_cast<int>(ceil_div(t.chunks * p.kernel_positions(), int64_t{t.units_per_stage}));
 }
 
+// Parts of a block's channels that are staged one after the other.
+inline int gradient_gemm_parts(int rows, int columns, int element) {
+  return rows * columns * element > (64 << 10) ? 2 : 1;
+}
+
 // If the tensor is aligned to 16 bytes.
 inline GradientGemmStore gradient_gemm_store(const Problem& p, const GradientGemmTile& t) {
   const int64_t wide = 16 / p.element_size();
@@ -85,7 +90,8 @@ inline bool gradient_gemm_fit(const Problem& p, GradientGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
   t.stage_bytes = (t.rows + t.columns) * 128;
   // Lines of positions or channels; without tensor copies 32 bytes further apart, which bulk copies want at least.
-  const int line = (contiguous ? t.rows / 2 : t.columns) * element, lines = contiguous ? t.columns : t.rows / 2;
+  const int columns = t.columns / gradient_gemm_parts(t.rows, t.columns, element);
+  const int line = (contiguous ? t.rows / 2 : columns) * element, lines = contiguous ? columns : t.rows / 2;
   t.line_pitch = t.store == GradientGemmStore::kBoxes ? std::min(line, 128) : line + 32;
   t.staging_bytes = 2 * lines * (t.store == GradientGemmStore::kBoxes ? line : t.line_pitch);
   const int64_t left = kGradientGemmShared - kGradientGemmHeader - t.staging_bytes;
@@ -164,7 +170,8 @@ inline double gradient_gemm_cost_ms(const Problem& p) {
   const double memory = element * double(p.out_elements() + p.in_elements()) / rate;
   double packing = 0;
   if (!gradient_gemm_reads(p, p.weight_layout)) packing += 2 * element * double(p.weight_elements()) / 2e9;
-  if (!gradient_gemm_reads(p, p.layout)) packing += 2 * element * double(p.out_elements()) / 2.8e9;
+  if (!gradient_gemm_reads(p, p.layout))
+    packing += 2 * element * double(p.out_elements()) / (element == 2 ? 2.8e9 : 3.8e9);
   return 0.0064 + (packing > 0 ? 0.003 + packing : 0) + std::max(t.cycles / 1.7e6, memory);
 }
 

@@ -17,6 +17,7 @@
 #include "filter_bank.h"
 #include "flat_gemm.h"
 #include "gemm_weight_gradient.h"
+#include "gradient_gemm.h"
 #include "heads.h"
 #include "heads_gemm.h"
 #include "heads_gradient.h"
@@ -310,6 +311,8 @@ const Row kTable[] = {
      family_refusal<90, dense_weight_gradient_refusal, 120>, family_cost<dense_weight_gradient_cost_ms>},
     {CandidateId::kMirrored, "mirrored_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<90, mirrored_gradient_refusal, 91>, family_cost<mirrored_gradient_cost_ms>},
+    {CandidateId::kGradientGemm, "gemm_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<90, gradient_gemm_refusal, 91>, family_cost<gradient_gemm_cost_ms>},
     {CandidateId::kGradientGemm, "gemm_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,

@@ -66,9 +66,8 @@ DenseForward dense_forward(const Problem& layer, const DenseGradientTile& t, con
   f.weight_channel = last ? 1 : taps_of_weight, f.weight_tap = last ? f.out_channels : 1;
   f.bias = bias;
   f.step_bytes = p.weight_bytes / p.steps;
-  const bool even =
-      f.channels_first ? f.out_channels % 2 == 0 : f.axis[2].joined % 2 == 0 && problem.axis[2].out() % 2 == 0;
-  f.pairs = even && reinterpret_cast<uintptr_t>(output) % static_cast<uintptr_t>(2 * problem.element_size()) == 0;
+  f.pairs = dense_has_pairs(layer, t.joined) &&
+            reinterpret_cast<uintptr_t>(output) % static_cast<uintptr_t>(2 * problem.element_size()) == 0;
   p.tiles = static_cast<int>(dense_gradient_boxes(phase, t) * problem.groups * t.in_blocks * t.phases);
   if (t.totals) p.run = static_cast<int>(std::max<int64_t>(1, kDenseGradientRun * t.warps_k / t.steps));
   return f;

@@ -53,7 +53,7 @@ __device__ __forceinline__ DenseGranule<T> load_part(const DenseSource& s, const
 #pragma unroll
   for (int e = 0; e < kGranule<T>; ++e) {
     const bool exists = (s.plane_channels == 1 ? channels > 0 : e < channels) && (mask >> e & 1);
-    const T value = __ldg(exists ? base + offset + e * s.element : base);
+    const T value = __ldg(exists ? base + offset + e * s.element : static_cast<const T*>(s.data));
     granule.element[e] = exists ? value : T{};
   }
   return granule;

@@ -228,8 +228,8 @@ class Gradient {
   Tensor dense_, result_;
 };
 
-// The kernels of a candidate for a gradient of the input and of the weight; and one pass for all gradients, null if
-// there is none, which may refuse tensors for their alignment.
+// The kernels of a candidate for a gradient of the input and of the weight; and what makes all gradients and shares
+// work, null if there is nothing, which may refuse tensors for their alignment.
 using Workspace = int64_t (*)(const Problem&);
 struct GradientKernels {
   CandidateId id;
@@ -239,6 +239,7 @@ struct GradientKernels {
   Workspace weight_workspace;
   decltype(&launch_depthwise_gradients) all = nullptr;
   Workspace workspace_of_all = nullptr;
+  bool as_one = false;  // whether that pass costs hardly more than one of them
 };
 
 // A launcher of the input's gradient that needs no workspace.
@@ -255,7 +256,7 @@ constexpr GradientKernels kGradients[] = {
      launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace},
     {CandidateId::kDepthwiseGradients, launch_without<launch_depthwise_input_gradient>, nullptr,
      launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace, launch_depthwise_gradients,
-     depthwise_gradients_workspace},
+     depthwise_gradients_workspace, /*as_one=*/true},
     {CandidateId::kHeads, launch_without<launch_heads_input_gradient>, nullptr, launch_heads_weight_gradient,
      heads_weight_gradient_workspace},
     {CandidateId::kDirect, launch_without<launch_direct_input_gradient>, nullptr, launch_direct_weight_gradient,
@@ -263,7 +264,8 @@ constexpr GradientKernels kGradients[] = {
     {CandidateId::kDenseGradients, launch_dense_input_gradient, dense_input_gradient_workspace,
      launch_dense_weight_gradient, dense_weight_gradient_workspace},
     {CandidateId::kMirrored, launch_mirrored_input_gradient, mirrored_input_gradient_workspace, nullptr, nullptr},
-    {CandidateId::kGradientGemm, nullptr, nullptr, launch_gemm_weight_gradient, gemm_weight_gradient_workspace},
+    {CandidateId::kGradientGemm, launch_gemm_input_gradient, gemm_input_gradient_workspace, launch_gemm_weight_gradient,
+     gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace},
 };
 
 // Those of a candidate; null: ATen's.
@@ -372,7 +374,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
     if (bits == 0 || call.problem.in_elements() == 0) return nullptr;
     const auto in_one_pass = [&](const Candidate& candidate) {
       const GradientKernels* const kernels = gradient_kernels(candidate);
-      return both && kernels && kernels->all;
+      return both && kernels && kernels->as_one;
     };
     return gradient_kernels(choose(
         operation, call.problem, scope,

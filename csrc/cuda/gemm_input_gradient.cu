@@ -105,7 +105,9 @@ GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t
   p.chunk = t.chunk, p.chunks = t.chunks;
   p.units = t.chunks * static_cast<int>(problem.kernel_positions());
   p.units_per_stage = t.units_per_stage, p.inner = t.inner, p.splits = t.splits;
+  const int element = static_cast<int>(problem.element_size());
   p.rows = t.rows, p.columns = t.columns;
+  p.staged_columns = t.columns / gradient_gemm_parts(t.rows, t.columns, element);
   p.chunk_bytes = t.chunk * static_cast<int>(problem.element_size());
   p.swizzle = p.chunk_bytes == 128 ? 1 : p.chunk_bytes == 64 ? 2 : 3;
   p.unit_rows_bytes = t.rows * p.chunk_bytes, p.unit_columns_bytes = t.columns * p.chunk_bytes;
@@ -121,11 +123,11 @@ GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t
   }
   // A tensor that is not aligned is stored by threads, from lines as they are planned.
   const bool boxes = t.store == GradientGemmStore::kBoxes;
-  const int line = static_cast<int>((p.contiguous ? t.rows / 2 : t.columns) * problem.element_size());
+  const int line = (p.contiguous ? t.rows / 2 : p.staged_columns) * element;
   p.store = p.piece == wide ? t.store : GradientGemmStore::kThreads;
   p.line_pitch = t.line_pitch, p.line_bytes = boxes ? t.line_pitch : line;
   while (1 << p.line_log2 < p.line_bytes) ++p.line_log2;
-  p.line_block = boxes ? (p.contiguous ? t.columns : t.rows / 2) * t.line_pitch : line;
+  p.line_block = boxes ? (p.contiguous ? p.staged_columns : t.rows / 2) * t.line_pitch : line;
   p.line_shift = p.line_bytes == 128 ? 0 : 1, p.line_mask = !boxes ? 0 : p.line_bytes == 128 ? 7 : 3;
   p.in = input_strides(problem), p.out = output_strides(problem);
   p.grad_output = grad_output, p.weight = weight, p.grad_input = grad_input;
@@ -172,15 +174,16 @@ cudaError_t dispatch_gradient_shape(const GradientGemmTile& t, const GradientGem
   }
 }
 
-// `packed`: the output's gradient as gradient_gemm_pack leaves it, or null.
+// `packed`: the output's gradient as launch_gradient_gemm_pack leaves it, or null.
 cudaError_t launch_tile(const Problem& problem, const GradientGemmTile& t, const void* grad_output, const void* packed,
                         const void* weight, void* grad_input, void* workspace, cudaStream_t stream) {
   const GradientGemmParams p = make_params(problem, t, grad_output, weight, grad_input);
   void* const packed_weight = is_read(problem, problem.weight_layout, weight) ? nullptr : workspace;
-  void* packed_gradient = nullptr;  // what is packed here
-  if (packed == nullptr && is_read(problem, problem.layout, grad_output)) {
+  void* packed_gradient = nullptr;
+  const bool packs = packed == nullptr;  // here
+  if (packs && is_read(problem, problem.layout, grad_output)) {
     packed = grad_output;
-  } else if (packed == nullptr) {
+  } else if (packs) {
     packed = packed_gradient = static_cast<char*>(workspace) + packed_weight_bytes(problem);
   }
   GradientGemmMaps maps{};
@@ -191,7 +194,8 @@ cudaError_t launch_tile(const Problem& problem, const GradientGemmTile& t, const
   }
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const cudaError_t packing = launch_pack<T>(problem, grad_output, packed_gradient, weight, packed_weight, stream);
+    const cudaError_t packing =
+        packs ? launch_pack<T>(problem, grad_output, packed_gradient, weight, packed_weight, stream) : cudaSuccess;
     return packing != cudaSuccess ? packing : dispatch_gradient_shape<T>(t, p, maps, stream);
   });
 }
@@ -222,10 +226,12 @@ int64_t gradient_gemm_packed_bytes(const Problem& problem, const void* grad_outp
   return is_read(problem, problem.layout, grad_output) ? 0 : packed_gradient_bytes(problem);
 }
 
-cudaError_t launch_gradient_gemm_pack(const Problem& problem, const void* grad_output, void* packed,
-                                      cudaStream_t stream) {
+cudaError_t launch_gradient_gemm_pack(const Problem& problem, const void* grad_output, void* packed, const void* weight,
+                                      void* workspace, cudaStream_t stream) {
+  void* const packed_weight = is_read(problem, problem.weight_layout, weight) ? nullptr : workspace;
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
-    return launch_pack<typename decltype(tag)::type>(problem, grad_output, packed, nullptr, nullptr, stream);
+    using T = typename decltype(tag)::type;
+    return launch_pack<T>(problem, grad_output, packed, weight, packed_weight, stream);
   });
 }
 

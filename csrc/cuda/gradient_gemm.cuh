@@ -24,6 +24,10 @@ struct GradientGemmBarriers {
   __device__ __forceinline__ uint32_t stored(int warpgroup) const { return staged(2 + warpgroup); }
 };
 
+// As gradient_gemm_parts().
+template <typename T, int kRowTiles, int kTiles>
+constexpr int kGradientGemmParts = kRowTiles * 128 * kTiles * 8 * sizeof(T) > (64 << 10) ? 2 : 1;
+
 struct GradientGemmRing {
   int place = 0, parity = 0;
   __device__ __forceinline__ void advance(int places) {
@@ -159,28 +163,32 @@ __device__ __forceinline__ void multiply_item(const GradientGemmParams& p, uint3
   if (arrives && done != 0) mbarrier_arrive(done);
 }
 
-// What a block of a cluster stores of its item's channels.
+// What a warpgroup stages of its item's channels: `number` is a part, or a block's place in its cluster.
 __device__ __forceinline__ GradientGemmStaged find_staged(const GradientGemmParams& p, const GradientGemmItem& item,
-                                                          uint32_t base, int warpgroup, int rank) {
-  const int share = p.columns / p.splits;
+                                                          uint32_t base, int warpgroup, int number) {
+  const int share = p.splits > 1 ? p.columns / p.splits : p.staged_columns;
   return {base + p.staging_at + warpgroup * p.staging_share, item.first_position + warpgroup * (p.rows / 2),
-          rank * share, (rank + 1) * share};
+          number * share, (number + 1) * share};
 }
 
 template <typename T, bool kContiguous, int kRowTiles, int kTiles>
-__device__ __forceinline__ void store_sums(const GradientGemmParams& p, const GradientGemmItem& item,
-                                           const GradientGemmStaged& staged, uint32_t base, int warpgroup, int parity,
-                                           const float (&sum)[kRowTiles][kTiles][4]) {
+__device__ __forceinline__ void store_sums(const GradientGemmParams& p, const GradientGemmItem& item, uint32_t base,
+                                           int warpgroup, int& parity, const float (&sum)[kRowTiles][kTiles][4]) {
+  constexpr int kParts = kGradientGemmParts<T, kRowTiles, kTiles>;
   const GradientGemmBarriers barriers{base};
   const bool by_threads = p.store == GradientGemmStore::kThreads;
-  if (!by_threads) mbarrier_wait(barriers.stored(warpgroup), parity ^ 1);
-  stage_item<T, kContiguous>(p, item, staged, warpgroup, sum);
-  if (!by_threads) {
-    fence_shared_writes();
-    mbarrier_arrive(barriers.staged(warpgroup));
-  } else {
-    store_by_threads<T, kContiguous>(p, item, staged);
-    meet_warpgroup(warpgroup, false);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part, parity ^= 1) {
+    const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part);
+    if (!by_threads) mbarrier_wait(barriers.stored(warpgroup), parity ^ 1);
+    stage_part<T, kContiguous, kParts>(p, item, staged, warpgroup, part, sum);
+    if (!by_threads) {
+      fence_shared_writes();
+      mbarrier_arrive(barriers.staged(warpgroup));
+    } else {
+      store_by_threads<T, kContiguous>(p, item, staged);
+      meet_warpgroup(warpgroup, false);
+    }
   }
 }
 
@@ -219,7 +227,7 @@ __device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) probe = fmaf(total[k], 0.f, probe);
-    stage_tile<T, kContiguous>(p, staged.staging, total, i * 64, j);
+    stage_tile<T, kContiguous>(p, staged.staging, total, i * 64, j - first);
   }
   finish_staging<T, kContiguous>(p, item, staged, warpgroup, probe);
   store_by_threads<T, kContiguous>(p, item, staged);
@@ -227,13 +235,12 @@ __device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const
 
 template <typename T, bool kContiguous, int kRowTiles, int kTiles>
 __device__ __forceinline__ void finish_item(const GradientGemmParams& p, const GradientGemmItem& item, uint32_t base,
-                                            int warpgroup, int rank, int parity,
+                                            int warpgroup, int rank, int& parity,
                                             const float (&sum)[kRowTiles][kTiles][4]) {
-  const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, rank);
   if (p.splits > 1) {
-    add_and_store<T, kContiguous>(p, item, staged, base, warpgroup, sum);
+    add_and_store<T, kContiguous>(p, item, find_staged(p, item, base, warpgroup, rank), base, warpgroup, sum);
   } else {
-    store_sums<T, kContiguous>(p, item, staged, base, warpgroup, parity, sum);
+    store_sums<T, kContiguous>(p, item, base, warpgroup, parity, sum);
   }
 }
 
@@ -244,7 +251,7 @@ __device__ __forceinline__ void multiply_items(const GradientGemmParams& p, uint
   int begin, end, parity = 0;
   find_share(p, rank, begin, end);
   float sum[kRowTiles][kTiles][4];
-  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits, parity ^= 1) {
+  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits) {
     multiply_item<T>(p, base, warpgroup, end - begin, ring, sum);
     const GradientGemmItem item = find_item(p, index);
     if (p.contiguous) {
@@ -261,18 +268,20 @@ __device__ __forceinline__ void store_items(const GradientGemmParams& p, const C
                                             int warpgroup) {
   const GradientGemmBarriers barriers{base};
   int parity = 0;
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x, parity ^= 1) {
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const GradientGemmItem item = find_item(p, index);
-    const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, 0);
-    mbarrier_wait(barriers.staged(warpgroup), parity);
-    if (p.store == GradientGemmStore::kRuns) {
-      store_runs<T>(p, item, staged);
-    } else if (threadIdx.x % 32 == 0) {
-      store_boxes<T>(p, map, item, staged);
+    for (int part = 0; part * p.staged_columns < p.columns; ++part, parity ^= 1) {
+      const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part);
+      mbarrier_wait(barriers.staged(warpgroup), parity);
+      if (p.store == GradientGemmStore::kRuns) {
+        store_runs<T>(p, item, staged);
+      } else if (threadIdx.x % 32 == 0) {
+        store_boxes<T>(p, map, item, staged);
+      }
+      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.stored(warpgroup));
     }
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.stored(warpgroup));
   }
 }
 

@@ -82,7 +82,8 @@ inline bool make_gradient_map(const Problem& problem, const GradientGemmParams& 
   const cuuint64_t group = static_cast<cuuint64_t>(p.group_in), groups = static_cast<cuuint64_t>(problem.groups);
   const cuuint64_t image = static_cast<cuuint64_t>(p.image.divisor), element = problem.element_size();
   const cuuint64_t positions = static_cast<cuuint64_t>(p.positions), batch = static_cast<cuuint64_t>(problem.batch);
-  const cuuint32_t width = static_cast<cuuint32_t>(p.line_bytes / element), half = p.rows / 2, columns = p.columns;
+  const cuuint32_t width = static_cast<cuuint32_t>(p.line_bytes / element), half = p.rows / 2,
+                   columns = p.staged_columns;
   const cuuint64_t turned[4] = {group, groups, positions, 1}, dims[4] = {image, group, groups, batch};
   const cuuint64_t all = element * group * groups;
   const cuuint64_t turned_pitches[3] = {element * group, all, all * positions};

@@ -22,7 +22,7 @@ struct GradientGemmParams {
   int group_in, group_out;
   int group_pitch, out_channels;  // that copies read, of a group and of all: beyond them is zero
   int chunk, chunks, units, units_per_stage, inner, splits;
-  int rows, columns;  // of a block
+  int rows, columns, staged_columns;  // of a block, and of what it stages at a time
   int chunk_bytes;
   int swizzle;
   int unit_rows_bytes, unit_columns_bytes;  // of a unit of either operand

@@ -111,7 +111,7 @@ __device__ __forceinline__ int staged_place(const GradientGemmParams& p, int cha
          ((at & (p.line_bytes - 1)) ^ ((line >> p.line_shift & p.line_mask) << 4));
 }
 
-// Stages a column tile of 64 positions, which begin at `row` of the warpgroup's, element by element.
+// Stages a column tile of what is staged, of 64 positions, which begin at `row` of the warpgroup's.
 template <typename T, bool kContiguous>
 __device__ __forceinline__ void stage_tile(const GradientGemmParams& p, uint32_t staging, const float (&d)[4], int row,
                                            int tile) {
@@ -133,23 +133,25 @@ __device__ __forceinline__ void stage_tile(const GradientGemmParams& p, uint32_t
   }
 }
 
-// Stages 64 positions, which begin at `row` of the warpgroup's.
-template <typename T, bool kContiguous, int kTiles>
+// Stages all column tiles of a part.
+template <typename T, bool kContiguous, int kParts, int kTiles>
 __device__ __forceinline__ void stage_sums(const GradientGemmParams& p, uint32_t staging, const float (&d)[kTiles][4],
-                                           int row) {
+                                           int row, int part) {
+  constexpr int kStaged = kTiles / kParts;
   if constexpr (sizeof(T) == 2) {
     const int lane = threadIdx.x % 32, tile = lane / 16 * 8, at = row + threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
-      const uint32_t packed[4] = {pack_pair<T>(d[j][0], d[j][1]), pack_pair<T>(d[j][2], d[j][3]),
-                                  pack_pair<T>(d[j + 1][0], d[j + 1][1]), pack_pair<T>(d[j + 1][2], d[j + 1][3])};
+    for (int j = 0; j < kStaged; j += 2) {
+      const float (&x)[4] = d[part * kStaged + j], (&y)[4] = d[part * kStaged + j + 1];
+      const uint32_t packed[4] = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(y[0], y[1]),
+                                  pack_pair<T>(y[2], y[3])};
       const int place = kContiguous ? staged_place<T, true>(p, j * 8 + tile + lane % 8, at)
                                     : staged_place<T, false>(p, j * 8 + tile, at + lane % 8);
       store_matrices<kContiguous>(staging + place, packed);
     }
   } else {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) stage_tile<T, kContiguous>(p, staging, d[j], row, j);
+    for (int j = 0; j < kStaged; ++j) stage_tile<T, kContiguous>(p, staging, d[part * kStaged + j], row, j);
   }
 }
 
@@ -172,8 +174,8 @@ __device__ __forceinline__ void store_pieces(const GradientGemmParams& p, const 
     const int channel = item.first_channel + staged.begin + (kContiguous ? line : in_line);
     int position = staged.first + (kContiguous ? in_line : line);
     if (channel >= p.group_in || position >= p.positions) continue;
-    const uint32_t from = staged.staging + (kContiguous ? staged_place<T, true>(p, staged.begin + line, in_line)
-                                                        : staged_place<T, false>(p, staged.begin + in_line, line));
+    const uint32_t from = staged.staging + (kContiguous ? staged_place<T, true>(p, line, in_line)
+                                                        : staged_place<T, false>(p, in_line, line));
     const int n = p.image(position);
     *reinterpret_cast<Piece*>(static_cast<T*>(p.grad_input) + n * p.in.batch +
                               (int64_t{item.group} * p.group_in + channel) * p.in.channel + position * p.in.axis[2]) =
@@ -202,12 +204,12 @@ __device__ __noinline__ void repair_staged(const GradientGemmParams& p, const Gr
                                            const GradientGemmStaged& staged) {
   const int positions = p.rows / 2, count = (staged.end - staged.begin) * positions;
   for (int i = threadIdx.x % 128; i < count; i += 128) {
-    const int column = staged.begin + i / positions, row = i % positions;
-    if (item.first_channel + column >= p.group_in || staged.first + row >= p.positions) continue;
+    const int column = i / positions, row = i % positions, channel = item.first_channel + staged.begin + column;
+    if (channel >= p.group_in || staged.first + row >= p.positions) continue;
     T* const at =
         static_cast<T*>(__cvta_shared_to_generic(staged.staging + staged_place<T, kContiguous>(p, column, row)));
     if (is_finite(to_accumulator(*at))) continue;
-    *at = gradient_by_definition<T>(p, item.group, item.first_channel + column, staged.first + row);
+    *at = gradient_by_definition<T>(p, item.group, channel, staged.first + row);
   }
 }
 
@@ -220,19 +222,20 @@ __device__ __forceinline__ void finish_staging(const GradientGemmParams& p, cons
   meet_warpgroup(warpgroup, false);
 }
 
-// Stages a warpgroup's sums.
-template <typename T, bool kContiguous, int kRowTiles, int kTiles>
-__device__ __forceinline__ void stage_item(const GradientGemmParams& p, const GradientGemmItem& item,
-                                           const GradientGemmStaged& staged, int warpgroup,
+// Stages a part of a warpgroup's sums.
+template <typename T, bool kContiguous, int kParts, int kRowTiles, int kTiles>
+__device__ __forceinline__ void stage_part(const GradientGemmParams& p, const GradientGemmItem& item,
+                                           const GradientGemmStaged& staged, int warpgroup, int part,
                                            const float (&sum)[kRowTiles][kTiles][4]) {
+  constexpr int kStaged = kTiles / kParts;
   float probe = 0;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j)
+    for (int j = 0; j < kStaged; ++j)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) probe = fmaf(sum[i][j][k], 0.f, probe);
-    stage_sums<T, kContiguous>(p, staged.staging, sum[i], i * 64);
+      for (int k = 0; k < 4; ++k) probe = fmaf(sum[i][part * kStaged + j][k], 0.f, probe);
+    stage_sums<T, kContiguous, kParts>(p, staged.staging, sum[i], i * 64, part);
   }
   finish_staging<T, kContiguous>(p, item, staged, warpgroup, probe);
 }
@@ -259,15 +262,16 @@ template <typename T>
 __device__ __forceinline__ void store_boxes(const GradientGemmParams& p, const CUtensorMap* map,
                                             const GradientGemmItem& item, const GradientGemmStaged& staged) {
   const int width = p.line_bytes / static_cast<int>(sizeof(T));
-  for (int i = 0; i * width < (p.contiguous ? p.rows / 2 : p.columns); ++i) {
+  const int first_channel = item.first_channel + staged.begin;
+  for (int i = 0; i * width < (p.contiguous ? p.rows / 2 : staged.end - staged.begin); ++i) {
     const uint32_t source = staged.staging + i * p.line_block;
     if (p.contiguous) {
       int position = staged.first + i * width;
       if (position >= p.positions) return;
       const int n = p.image(position);
-      store_box(map, source, position, item.first_channel, item.group, n);
+      store_box(map, source, position, first_channel, item.group, n);
     } else {
-      store_box(map, source, item.first_channel + i * width, item.group, staged.first, 0);
+      store_box(map, source, first_channel + i * width, item.group, staged.first, 0);
     }
   }
 }
@@ -276,9 +280,10 @@ __device__ __forceinline__ void store_boxes(const GradientGemmParams& p, const C
 template <typename T>
 __device__ __forceinline__ void store_runs(const GradientGemmParams& p, const GradientGemmItem& item,
                                            const GradientGemmStaged& staged) {
-  const int channels = min(p.columns, p.group_in - item.first_channel);
+  const int first_channel = item.first_channel + staged.begin;
+  const int channels = min(staged.end - staged.begin, p.group_in - first_channel);
   const int positions = min(p.rows / 2, p.positions - staged.first);
-  const int64_t all = int64_t{item.group} * p.group_in + item.first_channel;
+  const int64_t all = int64_t{item.group} * p.group_in + first_channel;
   for (int line = threadIdx.x % 32; line < channels; line += 32) {
     for (int done = 0; done < positions;) {
       int at = staged.first + done;

@@ -150,9 +150,16 @@ int64_t mirrored_input_gradient_workspace(const Problem& problem);
 cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                            void* grad_input, void* workspace, cudaStream_t stream);
 
-// The gradient of a dense layer's weight as one matrix product on tensor copies and asynchronous matrix units, in 16
-// bits (core/gemm_weight_gradient.h), written in the problem's weight_layout; grad_bias may be null. Compute capability
-// 9.0.
+// The gradients of dense layers as matrix products on tensor copies and asynchronous matrix units, the weight's in its
+// weight_layout: of the input (core/gradient_gemm.h), of the weight (core/gemm_weight_gradient.h), and both, with one
+// packed copy of grad_output; grad_bias may be null. Compute capability 9.0. The workspaces are aligned to 256 bytes.
+int64_t gemm_input_gradient_workspace(const Problem& problem);
+cudaError_t launch_gemm_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                       void* grad_input, void* workspace, cudaStream_t stream);
+int64_t gemm_gradients_workspace(const Problem& problem);
+cudaError_t launch_gemm_gradients(const Problem& problem, const void* grad_output, const void* input,
+                                  const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                  void* workspace, cudaStream_t stream);
 int64_t gemm_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
