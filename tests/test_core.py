@@ -197,6 +197,7 @@ OWN = [
     ("CONV_TRANSPOSE", ("audio_k6_s3_depthwise",), ["depthwise"], ["gather", "depthwise"]),
     ("CONV_TRANSPOSE", ("many_inputs_one_output", "bfloat16", False, True), ["heads"], ["gather"]),
     ("CONV_TRANSPOSE", ("unet_k2_s2", "bfloat16"), ["pixel_shuffle", "direct"], ["gather", "direct"]),
+    ("CONV_TRANSPOSE", ("dense_k2_s2", "bfloat16"), ["shuffle_gemm", "pixel_shuffle"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("head_3d_k4_s2", "float32", True), ["heads_gemm", "overlap_add"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("fsrcnn_k9_s3",), ["phase_direct"], ["gather"]),
     ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),

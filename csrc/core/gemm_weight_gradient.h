@@ -44,6 +44,9 @@ struct GemmWeightTap {
   }
 };
 
+// TF32 multiplies numbers of float32 as sums of two of bfloat16, which have more bits than one of TF32.
+inline int gemm_weight_passes(const Problem& p) { return p.element_size() == 4 ? 3 : 1; }
+
 // Axes are 0 to 3 here: batch, depth, height, width.
 struct GemmWeightTile {
   int shape = -1;
@@ -141,7 +144,8 @@ void gemm_weight_boxes(const Taps& taps, int count, int first, int last, Visit&&
 inline double gemm_weight_stage_clocks(const GemmWeightTile& t) {
   const GemmWeightShape shape = kGemmWeightShapes[t.shape];
   const double product = 8.0 * shape.slots * (shape.width / 2 + 5) + 60;
-  return std::max({product, double(t.stage_bytes) / 34, 350.0});
+  const double rows = double(t.boxes * t.rows_of_box() + kGemmWeightPositions * (t.rows ? 2 : 1));  // that are copied
+  return std::max({product, double(t.stage_bytes) / 34, 2.4 * rows, 350.0});
 }
 
 // Chooses the positions of a stage, for the halos of a block (by axis), and what follows from them.
@@ -199,22 +203,24 @@ inline bool gemm_weight_fit(const Problem& p, const int (&halo)[4], GemmWeightTi
 
 // Whether channels are innermost already, in rows of whole vectors of 16 bytes.
 inline bool gemm_weight_as_it_lies(const Problem& p, int64_t group_channels) {
-  return p.layout == Layout::kChannelsLast && group_channels % 8 == 0;
+  return p.element_size() == 2 && p.layout == Layout::kChannelsLast && group_channels % 8 == 0;
 }
 
 // Whether copies can read contiguous inputs, rows of whole vectors of 16 bytes.
 inline bool gemm_weight_may_be_direct(const Problem& p) {
-  return p.layout == Layout::kContiguous && p.axis[2].in % 8 == 0 && p.axis[2].in >= 32;
+  return p.element_size() == 2 && p.layout == Layout::kContiguous && p.axis[2].in % 8 == 0 && p.axis[2].in >= 32;
 }
 
 constexpr double kGemmWeightClocksMs = 1.7e6;
-constexpr double kGemmWeightPackRate = 3e9;  // bytes a millisecond, read and written
+// Bytes a millisecond that packing reads and writes.
+inline double gemm_weight_pack_rate(const Problem& p) { return p.element_size() == 4 ? 3.8e9 : 3e9; }
 
 // Blocks of channels whose outputs a block sums for the bias at most: a block that has more cannot.
 constexpr int kGemmWeightBiasBlocks = 2;
 inline bool gemm_weight_sums_bias(const Problem& p, const GemmWeightTile& t) {
   const int taps = static_cast<int>(p.kernel_positions());
-  return p.has_bias && gemm_weight_counts(p) && t.slots <= taps * (kGemmWeightBiasBlocks - 1) + 1;
+  return p.has_bias && p.element_size() == 2 && gemm_weight_counts(p) &&
+         t.slots <= taps * (kGemmWeightBiasBlocks - 1) + 1;
 }
 
 inline int64_t gemm_weight_pitch(const Problem& p) { return round_up(p.out_channels_per_group(), int64_t{8}); }
@@ -222,11 +228,12 @@ inline int64_t gemm_weight_pitch(const Problem& p) { return round_up(p.out_chann
 // Clocks in all, but for the packing of outputs; chooses how often the sum is split.
 inline double gemm_weight_clocks(const Problem& p, GemmWeightTile& t) {
   constexpr int64_t kProcessors = 132;
-  const double stage = gemm_weight_stage_clocks(t);
+  const double stage = gemm_weight_stage_clocks(t) * gemm_weight_passes(p);
   const double weight = double(p.in_channels * gemm_weight_pitch(p) * p.kernel_positions()) * 4;
   double least = 0;
   // Matrix units truncate where they add: parts of sums are short.
-  const int64_t fewest = std::min(t.all_tiles, ceil_div(t.all_tiles, kGemmWeightLongest / kGemmWeightPositions));
+  const int64_t fewest =
+      std::min(t.all_tiles, ceil_div(t.all_tiles * gemm_weight_passes(p), kGemmWeightLongest / kGemmWeightPositions));
   const int64_t most = std::max(fewest, std::min(t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds)));
   for (int64_t splits = fewest; splits <= most; ++splits) {
     if (splits > fewest && splits < most && (t.kinds * splits) % kProcessors < kProcessors / 2 &&
@@ -238,8 +245,12 @@ inline double gemm_weight_clocks(const Problem& p, GemmWeightTile& t) {
                           weight * double(splits) / 1500 + weight * double(splits) / 1500;
     if (splits == fewest || clocks < least) least = clocks, t.splits = splits;
   }
+  double outputs = double(p.out_elements());  // that any tap meets
+  for (const Axis& a : p.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
+  const double memory = (double(p.in_elements()) + outputs) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1) / 3.7e9;
+  least = std::max(least, 5000 + memory * kGemmWeightClocksMs) + 0.05 * least;  // the better one of those it bounds
   if (!t.direct && !gemm_weight_as_it_lies(p, p.in_channels_per_group())) {
-    least += double(p.in_elements()) * 4 / kGemmWeightPackRate * kGemmWeightClocksMs;
+    least += double(p.in_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p) * kGemmWeightClocksMs;
   }
   return t.clocks = least;
 }
@@ -300,7 +311,7 @@ inline GemmWeightTile gemm_weight_tile(const Problem& p) {
 
 inline std::string gemm_weight_gradient_refusal(const Problem& p) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;
-  if (p.element_size() != 2) return "float32 and float64";
+  if (p.dtype == DType::kFloat64 || (p.dtype == DType::kFloat32 && !p.allow_tf32)) return "float32 and float64";
   if (std::min({p.batch, p.in_channels, p.out_channels}) < 1) return "an empty problem";
   for (const Axis& axis : p.axis) {
     if (std::min(axis.in, axis.out()) < 1) return "an empty problem";
@@ -327,10 +338,11 @@ inline std::string gemm_weight_gradient_refusal(const Problem& p) {
 // Milliseconds on an H200.
 inline double gemm_weight_gradient_cost_ms(const Problem& p) {
   const GemmWeightTile& t = last_result<gemm_weight_tile>(p);
-  const double bias = p.has_bias && !gemm_weight_sums_bias(p, t) ? 0.012 + double(2 * p.out_elements()) / 3e9 : 0;
+  const double bias =
+      p.has_bias && !gemm_weight_sums_bias(p, t) ? 0.012 + double(p.element_size() * p.out_elements()) / 3e9 : 0;
   double packed = 0;
   if (!gemm_weight_as_it_lies(p, p.out_channels_per_group())) {
-    packed = 0.003 + double(p.out_elements()) * 4 / kGemmWeightPackRate;
+    packed = 0.003 + double(p.out_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p);
   }
   return 0.008 + bias + packed + t.clocks / kGemmWeightClocksMs;
 }

@@ -25,8 +25,10 @@ namespace fastconvt {
 inline constexpr int64_t kOverlapAddMaxWarps = 16;  // of a block, and of a multiprocessor
 inline constexpr int kOverlapAddMaxTiles = 3;       // column tiles of a warp
 inline constexpr int kOverlapAddWords = 8;          // of 32 bits of input channels, in a step
-// Of float32 products to a sum, one after the other, about.
-inline constexpr int kOverlapAddAdds = 96;
+// Additions to a sum of float32, one after the other. Equal terms round alike, in the worst case by 2^-26 of the sum
+// each; so few of them, with what the products lose, stay below 2^-20.
+inline constexpr int kOverlapAddAdds = 26;
+inline constexpr int kOverlapAddWideAdds = 40;  // where products lose less
 inline constexpr int kOverlapAddWideRows = 48;  // cells of an item (overlap_add_choose_wide)
 inline constexpr int64_t kOverlapAddShared = 227 * 1024;
 
@@ -61,18 +63,20 @@ struct OverlapAddTile {
   bool pairs;                       // positions are read two at a time
   int64_t lead;                     // of them, before the first one along the width: they begin even
   int64_t held_positions;
-  int64_t steps;        // of kOverlapAddWords words of input channels
-  int64_t stage_steps;  // that are staged at once
-  int64_t fragments;    // of weights, in a step
+  int64_t steps;         // of kOverlapAddWords words of input channels
+  int64_t stage_steps;   // that are staged at once
+  int64_t fragments;     // of weights, in a step
+  int64_t fold_entries;  // after so many offsets a sum is added to its total in shared memory; 0: never
   int64_t boxes, column_blocks;
   double cycles;  // expected
   // Wide: a block holds all channels of its inputs, and its warps take items: a chunk of cells by two column tiles.
   bool wide;
   int64_t chunks, block_tiles, all_tiles;  // of a box; pairs of column tiles, of a block and in all
   // Shared memory in bytes: where each part begins; the stages come first.
-  int64_t step_bytes, stage_bytes, positions, entries, weights, pointers, shared_bytes;
+  int64_t step_bytes, stage_bytes, positions, entries, weights, pointers, totals, shared_bytes;
 
   int64_t team_warps() const { return row_warps * column_warps; }
+  int64_t team_sum_bytes() const { return team_warps() * warp_columns * overlap_add_rows(int(warp_columns)) * 32; }
   int64_t entry_count() const { return reach[0] * reach[1] * reach[2]; }
   int64_t support_count() const { return support[0] * support[1] * support[2]; }
 };
@@ -126,11 +130,11 @@ inline void overlap_add_columns(const Problem& problem, OverlapAddTile& t) {
 // Shared memory.
 inline void overlap_add_share(OverlapAddTile& t) {
   t.stage_bytes = t.stage_steps * t.step_bytes;
-  const int64_t sums = (t.teams - 1) * t.team_warps() * t.warp_columns * overlap_add_rows(int(t.warp_columns)) * 32;
-  t.entries = std::max(t.teams * t.stage_bytes, sums);
+  t.entries = std::max(t.teams * t.stage_bytes, (t.teams - 1) * t.team_sum_bytes());
   t.positions = t.entries + t.column_warps * t.entry_count() * 16;
   t.weights = t.positions + round_up(t.held_positions, 8) * 4;
-  t.pointers = t.weights + t.fragments * 32, t.shared_bytes = t.pointers + 16;
+  t.pointers = t.weights + t.fragments * 32, t.totals = t.pointers + 16;
+  t.shared_bytes = t.totals + (t.fold_entries > 0 ? t.teams * t.team_sum_bytes() : 0);
 }
 
 // Inputs that a box reaches, and how many boxes there are.
@@ -150,6 +154,12 @@ inline void overlap_add_hold(const Problem& problem, OverlapAddTile& t) {
   }
 }
 
+// Blocks of a multiprocessor.
+inline int64_t overlap_add_resident(const OverlapAddTile& t) {
+  const int64_t by_shared = std::max<int64_t>(1, kOverlapAddShared / (t.shared_bytes + 1024));
+  return std::min(by_shared, kOverlapAddMaxWarps / (t.team_warps() * t.teams));
+}
+
 inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
   overlap_add_hold(problem, t);
   const int64_t block_columns = t.warp_columns * t.column_warps;
@@ -160,8 +170,17 @@ inline void overlap_add_finish(const Problem& problem, OverlapAddTile& t) {
   // Few long stages, but a team's share of a full multiprocessor.
   const int64_t share = std::min<int64_t>((problem.element_size() == 4 ? 56 : 48) * 1024,
                                           kOverlapAddShared * t.team_warps() / kOverlapAddMaxWarps - 4096);
+  t.fold_entries = 0;
   t.stage_steps = std::max<int64_t>(1, std::min(ceil_div(t.steps, t.teams), share / t.step_bytes));
   overlap_add_share(t);
+  const int64_t team_steps = std::min(t.steps, ceil_div(ceil_div(t.steps, t.stage_steps), t.teams) * t.stage_steps);
+  if (!t.strict || team_steps * t.support_count() <= kOverlapAddAdds) return;
+  const int64_t fold_steps = kOverlapAddAdds / t.support_count();
+  t.fold_entries = fold_steps > 0 ? fold_steps * t.entry_count() : kOverlapAddAdds;
+  // Totals take room from stages, rather than from other blocks.
+  const int64_t resident = overlap_add_resident(t);
+  overlap_add_share(t);
+  while (t.stage_steps > 1 && overlap_add_resident(t) < resident) --t.stage_steps, overlap_add_share(t);
 }
 
 // Time of all blocks: that of the multiprocessor with most of them, in cycles. Not wide.
@@ -173,18 +192,16 @@ inline double overlap_add_time(const Problem& problem, const OverlapAddTile& t) 
   const double staging = (double(t.held_positions) * 55 + double(t.fragments) * 800) / 32;
   const double step = (double(t.team_warps()) * warp_step + staging) / 4;
   const int64_t blocks = t.boxes * t.column_blocks * problem.groups, warps = t.team_warps() * t.teams;
-  const int64_t by_shared = std::max<int64_t>(1, kOverlapAddShared / (t.shared_bytes + 1024));
-  const int64_t resident = std::min(by_shared, kOverlapAddMaxWarps / warps);
-  const int64_t most = ceil_div(blocks, int64_t{132});
+  const int64_t resident = overlap_add_resident(t), most = ceil_div(blocks, int64_t{132});
   // Few warps do not hide their latency.
   const double latency = t.strict ? 12 : problem.element_size() == 4 ? 10 : 6;
   const double idle = latency / double(std::min(resident, most) * warps);
-  // Teams whose shares differ wait for the longest one.
+  // Teams whose shares differ wait for the longest one; below float32 a last stage that is short costs as much.
   const int64_t stages = ceil_div(t.steps, t.stage_steps), longest = ceil_div(stages, t.teams) * t.stage_steps;
-  const double steps = 0.5 * double(t.steps) + 0.5 * double(std::max(longest * t.teams, t.steps));
-  // Sums that go to the output on the way.
-  const bool folds = t.strict && t.teams == 1 && t.steps * t.support_count() > kOverlapAddAdds * 4 / 3;
-  return double(most) * step * steps * (folds ? 1.1 : 1.0) * (1 + idle) + 4000 * double(ceil_div(most, resident));
+  const int64_t waiting = t.teams > 1 || !t.strict ? std::max(longest * t.teams, t.steps) : t.steps;
+  const double steps = 0.5 * double(t.steps) + 0.5 * double(waiting);
+  const double folds = t.fold_entries > 0 ? 1.04 : 1;
+  return double(most) * step * steps * folds * (1 + idle) + 4000 * double(ceil_div(most, resident));
 }
 
 // The box of cells: shared_bytes stays 0 where there is none.
@@ -215,7 +232,6 @@ inline void overlap_add_choose_box(const Problem& problem, OverlapAddTile& tile)
       const int64_t most_teams = std::min({kOverlapAddMaxWarps / t.team_warps(), t.steps, int64_t{4}});
       for (const int64_t teams : {int64_t{1}, most_teams}) {
         t.teams = teams;
-        if (t.strict && teams > 1 && ceil_div(t.steps, teams) * t.support_count() > kOverlapAddAdds * 4 / 3) continue;
         const int64_t rows = row_warps * overlap_add_rows(int(t.warp_columns));
         for (int64_t depth = 1; depth <= std::min<int64_t>(3, t.cells[0]); ++depth) {
           if (one_row || t.cells[2] <= 64) consider(t, rows, depth);
@@ -243,7 +259,7 @@ inline void overlap_add_choose_wide(const Problem& problem, OverlapAddTile& tile
     if (t.bases[a] > 1 || axis.dilation > 1 || axis.kernel < axis.stride) return;
   }
   const int64_t iterations = ceil_div(t.support_count(), int64_t{2}) * t.steps;
-  if (iterations > 64) return;  // additions to a sum
+  if (iterations > (t.strict ? kOverlapAddWideAdds : 64)) return;  // additions to a sum
   const int64_t max_warps = overlap_add_wide_warps(t.strict);
   const double item = double(iterations) * (t.strict ? 290 : 150) + 600;
   t.wide = true, t.warp_columns = 2, t.column_warps = t.teams = 1, t.fragments = 0;
@@ -342,9 +358,10 @@ inline double overlap_add_cost_ms(const Problem& problem) {
   if (t.shared_bytes == 0) return 1e9;
   const double box_rate = problem.element_size() == 2 ? 0.83e6 : problem.allow_tf32 ? 1.4e6 : 1.3e6;
   const double rate = t.wide ? (t.strict ? 1.3e6 : 1.15e6) : box_rate;  // cycles
-  // channels_last: neighbouring outputs of a lane are apart.
+  // channels_last: neighbouring outputs of a lane are apart, or but two are together where blocks are wide.
+  const double most = t.wide ? 1e-8 : 1.5e-8;
   const double apart =
-      problem.layout == Layout::kChannelsLast ? std::min(1.6e-9 * double(problem.out_channels), 1.5e-8) : 0;
+      problem.layout == Layout::kChannelsLast ? std::min(1.6e-9 * double(problem.out_channels), most) : 0;
   // Weights that few boxes read come from memory.
   const double cold = t.wide && t.boxes < 16 ? 1.25 : 1;
   return (0.011 + t.cycles / rate) * cold + apart * double(problem.out_elements());

@@ -35,6 +35,7 @@
 #include "rows_gradient.h"
 #include "rows_mma.h"
 #include "rows_persistent.h"
+#include "shuffle_gemm.h"
 
 namespace fastconvt {
 namespace {
@@ -177,13 +178,14 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
   const bool direct = p.layout == Layout::kChannelsLast && !dilated && (in * p.element_size()) % 16 == 0 &&
                       (out * p.element_size()) % 16 == 0;
   const CudnnRate& rate = direct ? channels_last : contiguous;
-  const double grouped = p.groups > 1 && tile == 32 ? 1.7 : 1;
+  const bool volume = !p.axis[0].is_trivial() && p.axis[0].stride * p.axis[1].stride * p.axis[2].stride == 1;
+  const double slow = (p.groups > 1 && tile == 32 ? 1.7 : 1) * (volume ? 1.7 : 1);
   if (p.groups > 1) tile = 32;
   const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
   const double bytes = double(p.element_size() * p.groups * p.batch);
   const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
   const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
-  const double products = rate.products * grouped * ms(2 * p.macs() / filled, operations);
+  const double products = rate.products * slow * ms(2 * p.macs() / filled, operations);
   return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
 }
 
@@ -265,6 +267,8 @@ const Row kTable[] = {
      family_cost<filter_bank_cost_ms>},
     {CandidateId::kPixelShuffle, "pixel_shuffle", true, kForward, family_refusal<80, pixel_shuffle_refusal, 120>,
      family_cost<pixel_shuffle_cost_ms>},
+    {CandidateId::kShuffleGemm, "shuffle_gemm", true, kForward, family_refusal<90, shuffle_gemm_refusal, 91>,
+     family_cost<shuffle_gemm_cost_ms>},
     {CandidateId::kPhaseGemm, "phase_gemm", true, kForward, family_refusal<90, phase_gemm_refusal, 91>,
      family_cost<phase_gemm_cost_ms>},
     {CandidateId::kFlatGemm, "flat_gemm", true, kForward, family_refusal<90, flat_gemm_refusal, 91>,
@@ -355,6 +359,7 @@ bool takes_channels_last_weights(CandidateId candidate) {
   switch (candidate) {
     case CandidateId::kHeadsGemm:
     case CandidateId::kPhaseDirect:
+    case CandidateId::kShuffleGemm:
     case CandidateId::kPhaseTf32:
     case CandidateId::kDense:
     case CandidateId::kMirrored:

@@ -31,6 +31,7 @@ enum class CandidateId {
   kPhaseDirect,
   kFilterBank,
   kPixelShuffle,
+  kShuffleGemm,
   kPhaseGemm,
   kFlatGemm,
   kPhaseTma,

@@ -162,6 +162,10 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor packed = workspace(call.input, flat_gemm_workspace(problem));
     return launch_flat_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
   }
+  if (candidate == CandidateId::kShuffleGemm) {
+    const Tensor copies = workspace(call.input, shuffle_gemm_workspace(problem, input, weight));
+    return launch_shuffle_gemm(problem, input, weight, bias, output, copies.mutable_data_ptr(), stream);
+  }
   if (candidate == CandidateId::kPhaseTf32) {
     const Tensor packed = workspace(call.input, phase_tf32_workspace(problem, input));
     return launch_phase_tf32(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "dispatch.h"
+#include "gemm_weight_gradient_pack.cuh"
 #include "gemm_weight_gradient_reduction.cuh"
-#include "gradient_gemm_pack.cuh"
 #include "launchers.h"
 #include "rows_bias_gradient.cuh"
 #include "tensor_map.h"
@@ -14,19 +14,22 @@
 namespace fastconvt::cuda {
 namespace {
 
-// A tensor with channels innermost, in rows of whole vectors of 16 bytes.
+// A tensor with channels innermost, in rows of whole vectors of 16 bytes; float32 as two planes.
 struct Operand {
   const void* data;
+  int planes;
   int64_t groups, channels, group_pitch;  // channels of a group, and their pitch
   int64_t size[4];                        // batch, depth, height, width
 
   int64_t positions() const { return size[0] * size[1] * size[2] * size[3]; }
   int64_t pitch() const { return groups * group_pitch; }
-  int64_t bytes() const { return round_up(positions() * pitch() * 2, int64_t{1024}); }
+  int64_t bytes() const { return round_up(planes * plane_bytes(), int64_t{1024}); }
+  int64_t plane_bytes() const { return positions() * pitch() * 2; }
 };
 
 Operand input_operand(const Problem& problem, const void* data) {
   return {data,
+          problem.dtype == DType::kFloat32 ? 2 : 1,
           problem.groups,
           problem.in_channels_per_group(),
           round_up(problem.in_channels_per_group(), int64_t{8}),
@@ -34,6 +37,7 @@ Operand input_operand(const Problem& problem, const void* data) {
 }
 Operand grad_operand(const Problem& problem, const void* data) {
   return {data,
+          problem.dtype == DType::kFloat32 ? 2 : 1,
           problem.groups,
           problem.out_channels_per_group(),
           round_up(problem.out_channels_per_group(), int64_t{8}),
@@ -41,7 +45,7 @@ Operand grad_operand(const Problem& problem, const void* data) {
 }
 
 bool as_it_lies(const Problem& problem, const Operand& x) {
-  return gemm_weight_as_it_lies(problem, x.channels) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  return x.planes == 1 && gemm_weight_as_it_lies(problem, x.channels) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
 // The workspace: partial sums of the bias, of the weight, the packed input, the packed gradient of the output.
@@ -64,30 +68,6 @@ struct Workspace {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void pack_positions(const GradientPackParams& p, int block, char* staged) {
-  if (p.turned) {
-    pad_positions<T>(p, block);
-  } else {
-    turn_positions<T>(p, block, staged);
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kGradientPackThreads)
-    gemm_weight_pack_kernel(const __grid_constant__ GradientPackParams p, const __grid_constant__ GradientPackParams q,
-                            int blocks) {
-  __shared__ __align__(1024) char staged[kGradientPackPositions * 33 * 4];
-  let_next_grid_begin();
-  const bool second = static_cast<int>(blockIdx.x) >= blocks;
-  const int block = static_cast<int>(blockIdx.x) - (second ? blocks : 0);
-  if (second) {
-    pack_positions<T>(q, block, staged);
-  } else {
-    pack_positions<T>(p, block, staged);
-  }
-}
-
 // Returns the blocks that pack it.
 int64_t pack_params(const Problem& problem, const Operand& x, void* target, GradientPackParams& p) {
   p.source = x.data, p.target = target;
@@ -98,8 +78,10 @@ int64_t pack_params(const Problem& problem, const Operand& x, void* target, Grad
   p.image = static_cast<int>(x.positions() / x.size[0]);
   p.vectors = p.image % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
   p.positions = x.positions();
+  if (x.planes == 2) p.vectors = p.group % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
   if (p.turned) return ceil_div(p.positions, int64_t{kGradientPackPositions});
-  const int columns = ceil_div(p.group_pitch, 64), rows = ceil_div(p.image, kGradientPackPositions);
+  const int columns = ceil_div(p.group_pitch, x.planes == 2 ? kSplitPackChannels : 64),
+            rows = ceil_div(p.image, kGradientPackPositions);
   p.tile_positions = static_cast<int>(round_up(ceil_div(p.image, rows), 8));
   p.tile_columns = fast_divide(columns), p.tile_groups = fast_divide(p.groups), p.tile_rows = fast_divide(rows);
   return x.size[0] * p.groups * columns * rows;
@@ -122,8 +104,8 @@ cudaError_t launch_pack(const Problem& problem, Operand& input, bool input_is_re
   return cudaGetLastError();
 }
 
-// `box`: positions, in the order of the tile's axes; `steps`: from one to the next.
-cudaError_t make_map(const Problem& problem, const GemmWeightTile& t, const Operand& x, int channels,
+// Of a plane. `box`: positions, in the order of the tile's axes; `steps`: from one to the next.
+cudaError_t make_map(const Problem& problem, const GemmWeightTile& t, const Operand& x, int plane, int channels,
                      const int (&box)[4], const int (&steps)[4], CUtensorMap& map) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
@@ -141,8 +123,9 @@ cudaError_t make_map(const Problem& problem, const GemmWeightTile& t, const Oper
                                                       : CU_TENSOR_MAP_SWIZZLE_32B;
   const CUtensorMapDataType type =
       problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, 5, const_cast<void*>(x.data), dims, pitches, boxes, strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+  void* const data = const_cast<char*>(static_cast<const char*>(x.data)) + plane * x.plane_bytes();
+  return encode(&map, type, 5, data, dims, pitches, boxes, strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
              ? cudaSuccess
              : cudaErrorNotSupported;
 }
@@ -217,21 +200,21 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
   return p;
 }
 
-template <typename T, int kShape = 0>
-cudaError_t launch_shape(const GemmWeightTile& t, const GemmWeightParams& p, const CUtensorMap& inputs,
-                         const CUtensorMap& grads, cudaStream_t stream) {
+template <typename T, int kPlanes, int kShape = 0>
+cudaError_t launch_shape(const GemmWeightTile& t, const GemmWeightParams& p, const GemmWeightMaps<kPlanes>& maps,
+                         cudaStream_t stream) {
   if constexpr (kShape == kNumGemmWeightShapes) {
     return cudaErrorNotSupported;
   } else {
-    if (t.shape != kShape) return launch_shape<T, kShape + 1>(t, p, inputs, grads, stream);
+    if (t.shape != kShape) return launch_shape<T, kPlanes, kShape + 1>(t, p, maps, stream);
     constexpr GemmWeightShape kOf = kGemmWeightShapes[kShape];
-    const auto kernel = gemm_weight_gradient_kernel<T, kOf.width / 8, kOf.slots>;
+    const auto kernel = gemm_weight_gradient_kernel<T, kOf.width / 8, kOf.slots, kPlanes>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kGemmWeightShared));
     if (error != cudaSuccess) return error;
     const int64_t shared = 1024 + kGemmWeightHead + int64_t{t.stages} * t.stage_bytes;
     return launch_early(kernel, dim3(static_cast<unsigned>(t.kinds * t.splits)), kGemmWeightThreads, shared, stream, p,
-                        inputs, grads);
+                        maps);
   }
 }
 
@@ -244,16 +227,18 @@ cudaError_t launch_reduction(const Problem& problem, const GemmWeightParams& p, 
   r.batch = problem.batch;
   r.group_in = p.group_in, r.group_out = p.group_out, r.weight_pitch = p.weight_pitch;
   r.all_rows = static_cast<int>(problem.in_channels);
-  // Blocks large enough to load much at a time, and enough of them.
-  const int room = std::min<int64_t>(kGemmWeightReduceSums, std::max<int64_t>(512, p.part / 528));
-  r.channels = std::min(p.weight_pitch, std::max(8, std::min(128, room / (p.taps | 1) / 8 * 8)));
-  r.rows = std::max(1, room / (r.channels * (p.taps | 1)));
+  // Blocks large enough to load much at a time, and enough of them; rows of 128 bytes if possible.
+  const int pitch = p.taps | 1;
+  const int room = static_cast<int>(std::min<int64_t>(kGemmWeightReduceSums, p.part / 528));
+  r.channels = std::min(
+      {p.weight_pitch, std::max(32, std::min(128, room / pitch / 8 * 8)), kGemmWeightReduceSums / pitch / 8 * 8});
+  r.rows = std::max(1, room / (r.channels * pitch));
   const int blocks = ceil_div(p.weight_pitch, r.channels);
   r.channel_blocks = fast_divide(blocks), r.vectors = fast_divide(r.channels / 4), r.taps = fast_divide(p.taps);
   const int units = r.rows * r.channels / 4 * p.taps;
   r.splits = p.splits, r.shares = 1;
-  while (r.shares < 32 && r.shares * 4 <= r.splits && r.shares * units * 2 <= 4 * kGemmWeightReduceThreads)
-    r.shares *= 2;
+  while (r.shares < 32 && r.shares * 2 <= r.splits && r.shares * units < kGemmWeightReduceThreads) r.shares *= 2;
+  r.pairs = p.group_out % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * sizeof(T)) == 0;
   r.channels_last = problem.weight_layout == Layout::kChannelsLast;
   r.part = p.part, r.partial = p.partial;
   r.grad = grad_output, r.input = input, r.output = output;
@@ -280,6 +265,7 @@ cudaError_t launch_tile(const Problem& problem, const GemmWeightTile& t, const v
   }
   if (grad_weight == nullptr) return cudaSuccess;
   Operand inputs = input_operand(problem, input), grads = grad_operand(problem, grad_output);
+  if (packed != nullptr && grads.planes == 2) packed = nullptr;  // it has another form
   if (packed != nullptr) grads.data = packed;
   const bool direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
   error = launch_pack<T>(problem, inputs, direct, grads, packed != nullptr, workspace + places.input,
@@ -287,16 +273,31 @@ cudaError_t launch_tile(const Problem& problem, const GemmWeightTile& t, const v
   if (error != cudaSuccess) return error;
   GemmWeightParams p = make_params(problem, t, direct, reinterpret_cast<float*>(workspace + places.partial));
   if (sums_bias) p.bias_partial = reinterpret_cast<float*>(workspace);
-  CUtensorMap input_map, grad_map;
+  constexpr int kPlanes = sizeof(T) == 4 ? 2 : 1;
+  GemmWeightMaps<kPlanes> maps;
   const int ones[4] = {1, 1, 1, 1};
   int box[4];
   for (int i = 0; i < 4; ++i) box[i] = t.box[i] + t.halo[i];
-  error =
-      direct ? make_direct_map(problem, t, input, input_map) : make_map(problem, t, inputs, 64, t.box, ones, input_map);
-  if (error == cudaSuccess) error = make_map(problem, t, grads, p.row_bytes / 2, box, p.stride, grad_map);
-  if (error == cudaSuccess) error = launch_shape<T>(t, p, input_map, grad_map, stream);
+  for (int plane = 0; plane < kPlanes && error == cudaSuccess; ++plane) {
+    error = direct ? make_direct_map(problem, t, input, maps.input[plane])
+                   : make_map(problem, t, inputs, plane, 64, t.box, ones, maps.input[plane]);
+    if (error == cudaSuccess) {
+      error = make_map(problem, t, grads, plane, p.row_bytes / 2, box, p.stride, maps.grad[plane]);
+    }
+  }
+  using Multiplied = std::conditional_t<sizeof(T) == 4, __nv_bfloat16, T>;
+  if (error == cudaSuccess) error = launch_shape<Multiplied, kPlanes>(t, p, maps, stream);
   if (error != cudaSuccess) return error;
   return launch_reduction<T>(problem, p, grad_output, input, grad_weight, sums_bias ? grad_bias : nullptr, stream);
+}
+
+cudaError_t launch_any(const Problem& problem, const GemmWeightTile& t, const void* grad_output, const void* packed,
+                       const void* input, void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch_tile<T>(problem, t, grad_output, packed, input, grad_weight, grad_bias, static_cast<char*>(workspace),
+                          stream);
+  });
 }
 
 }  // namespace
@@ -306,27 +307,12 @@ int64_t gemm_weight_gradient_workspace(const Problem& problem) {
   return Workspace(problem, last_result<gemm_weight_tile>(problem)).bytes;
 }
 
-// With a tile of the caller's.
-cudaError_t launch_gemm_weight_tile(const Problem& problem, const GemmWeightTile& t, const void* grad_output,
-                                    const void* packed, const void* input, void* grad_weight, void* grad_bias,
-                                    void* workspace, cudaStream_t stream) {
-  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (sizeof(T) != 2) {
-      return cudaErrorNotSupported;
-    } else {
-      return launch_tile<T>(problem, t, grad_output, packed, input, grad_weight, grad_bias,
-                            static_cast<char*>(workspace), stream);
-    }
-  });
-}
-
 cudaError_t launch_packed_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* packed,
                                                const void* input, void* grad_weight, void* grad_bias, void* workspace,
                                                cudaStream_t stream) {
   if (!gemm_weight_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
-  return launch_gemm_weight_tile(problem, last_result<gemm_weight_tile>(problem), grad_output, packed, input,
-                                 grad_weight, grad_bias, workspace, stream);
+  return launch_any(problem, last_result<gemm_weight_tile>(problem), grad_output, packed, input, grad_weight, grad_bias,
+                    workspace, stream);
 }
 
 cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,

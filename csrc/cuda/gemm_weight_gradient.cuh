@@ -86,10 +86,15 @@ __device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const Gem
 #endif
 }
 
+// Products of two planes of either operand, but for that of the second ones.
+template <int kPlanes>
+constexpr int kGemmWeightPasses = 2 * kPlanes - 1;
+
 // One thread.
+template <int kPlanes>
 __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const GemmWeightShare& share,
                                             const GemmWeightTables& tables, GemmWeightBarriers barriers,
-                                            uint32_t stages, const CUtensorMap* inputs, const CUtensorMap* grads) {
+                                            uint32_t stages, const GemmWeightMaps<kPlanes>& maps) {
   int tile[4], rest = share.begin;
   for (int i = 0; i < 4; ++i) {
     tile[i] = rest % p.tiles[i];
@@ -100,26 +105,30 @@ __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const Gem
   wait_for_previous_grid();  // for packed tensors
   int stage = 0, parity = 1;
   for (int index = share.begin; index < share.end; ++index) {
-    mbarrier_wait(barriers.empty(stage), parity);
-    const uint32_t full = barriers.full(stage), to = stages + stage * p.stage_bytes;
-    mbarrier_arrive_expecting(full, bytes);
-    int at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = tile[i] * p.box[i];
-    for (int half = 0; half < (p.rows ? 2 : 1); ++half) {
-      const int first = channel + half * 64;
-      const int from[5] = {p.direct ? at[0] : first, p.direct ? at[1] : at[0], p.direct ? at[2] : at[1],
-                           p.direct ? first : at[2], at[3]};
-      load_box(to + half * kGemmWeightPositions * 128, inputs, from, full);
-    }
+    for (int pass = 0; pass < kGemmWeightPasses<kPlanes>; ++pass) {
+      const CUtensorMap *const inputs = &maps.input[pass == 1], *const grads = &maps.grad[pass == 2];
+      mbarrier_wait(barriers.empty(stage), parity);
+      const uint32_t full = barriers.full(stage), to = stages + stage * p.stage_bytes;
+      mbarrier_arrive_expecting(full, bytes);
+      int at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] *= p.stride[i];
-    for (int b = 0; b < tables.boxes; ++b) {
-      const GemmWeightBox& box = tables.box[b];
-      const int from[5] = {box.channel, at[0] + box.at[0], at[1] + box.at[1], at[2] + box.at[2], at[3] + box.at[3]};
-      load_box(to + p.inputs_bytes + b * p.box_bytes, grads, from, full);
+      for (int i = 0; i < 4; ++i) at[i] = tile[i] * p.box[i];
+      for (int half = 0; half < (p.rows ? 2 : 1); ++half) {
+        const int first = channel + half * 64;
+        const int from[5] = {p.direct ? at[0] : first, p.direct ? at[1] : at[0], p.direct ? at[2] : at[1],
+                             p.direct ? first : at[2], at[3]};
+        load_box(to + half * kGemmWeightPositions * 128, inputs, from, full);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[i] *= p.stride[i];
+      for (int b = 0; b < tables.boxes; ++b) {
+        const GemmWeightBox& box = tables.box[b];
+        const int from[5] = {box.channel, at[0] + box.at[0], at[1] + box.at[1], at[2] + box.at[2], at[3] + box.at[3]};
+        load_box(to + p.inputs_bytes + b * p.box_bytes, grads, from, full);
+      }
+      if (++stage == p.stages) stage = 0, parity ^= 1;
     }
-    if (++stage == p.stages) stage = 0, parity ^= 1;
     for (int i = 0; i < 4; ++i) {
       if (++tile[i] < p.tiles[i]) break;
       tile[i] = 0;
@@ -199,7 +208,7 @@ __device__ __forceinline__ void sum_stages(const GemmWeightParams& p, const Gemm
   }
 }
 
-template <typename T, int kColumnTiles, int kSlots>
+template <typename T, int kColumnTiles, int kSlots, int kPlanes>
 __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const GemmWeightShare& share,
                                                 const GemmWeightTables& tables, GemmWeightBarriers barriers,
                                                 uint32_t stages) {
@@ -226,8 +235,9 @@ __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const
   }
   float sum[kSlots][kColumnTiles][4] = {};
   int stage = 0, parity = 0;
+  const int count = (share.end - share.begin) * kGemmWeightPasses<kPlanes>;
 #pragma unroll 1
-  for (int index = share.begin; index < share.end; ++index) {
+  for (int index = 0; index < count; ++index) {
     const uint32_t offset = stage * p.stage_bytes;
     mbarrier_wait(barriers.full(stage), parity);
     uint32_t a[4][4];
@@ -272,10 +282,10 @@ __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const
   }
 }
 
-template <typename T, int kColumnTiles, int kSlots>
+template <typename T, int kColumnTiles, int kSlots, int kPlanes>
 __global__ void __launch_bounds__(kGemmWeightThreads, 1)
-    gemm_weight_gradient_kernel(const __grid_constant__ GemmWeightParams p, const __grid_constant__ CUtensorMap inputs,
-                                const __grid_constant__ CUtensorMap grads) {
+    gemm_weight_gradient_kernel(const __grid_constant__ GemmWeightParams p,
+                                const __grid_constant__ GemmWeightMaps<kPlanes> maps) {
 #ifdef FASTCONVT_GEMM_WEIGHT
   let_next_grid_begin();
   extern __shared__ unsigned char unaligned_bytes[];
@@ -296,11 +306,11 @@ __global__ void __launch_bounds__(kGemmWeightThreads, 1)
   __syncthreads();
   if (threadIdx.x < kGemmWeightMultipliers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGemmWeightRegisters));
-    multiply_stages<T, kColumnTiles, kSlots>(p, share, tables, barriers, stages);
+    multiply_stages<T, kColumnTiles, kSlots, kPlanes>(p, share, tables, barriers, stages);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGemmWeightCopierRegisters));
     if (threadIdx.x == kGemmWeightMultipliers) {
-      copy_stages(p, share, tables, barriers, stages, &inputs, &grads);
+      copy_stages(p, share, tables, barriers, stages, maps);
     } else if (sums_bias && threadIdx.x >= kGemmWeightMultipliers + 32) {
       sum_stages<T, kColumnTiles>(p, share, tables, barriers, stages);
     }

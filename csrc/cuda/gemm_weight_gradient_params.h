@@ -45,6 +45,7 @@ struct GemmWeightReduction {
   FastDivide channel_blocks, vectors, taps;  // vectors: of four channels, of a block
   int splits, shares;
   bool channels_last;  // of the weight
+  bool pairs;          // every two neighbours of a row stand aligned
   int64_t part;
   const float* partial;
   const float* bias_partial;

@@ -14,6 +14,12 @@ namespace fastconvt::cuda {
 #define FASTCONVT_GEMM_WEIGHT 1
 #endif
 
+// Of the planes of both tensors.
+template <int kPlanes>
+struct GemmWeightMaps {
+  CUtensorMap input[kPlanes], grad[kPlanes];
+};
+
 // A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, const int (&at)[5],
                                          uint32_t barrier) {

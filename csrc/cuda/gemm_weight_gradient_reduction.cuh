@@ -84,6 +84,7 @@ template <typename T>
 __global__ void __launch_bounds__(kGemmWeightReduceThreads)
     gemm_weight_reduction_kernel(const __grid_constant__ GemmWeightReduction p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kUnits = 4;  // of a thread at a time: four channels of a tap each
   __shared__ float4 sums[kGemmWeightReduceThreads];
   __shared__ float turned[kGemmWeightReduceSums];
   let_next_grid_begin();
@@ -93,44 +94,46 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
     reduce_bias<T>(p, rest - p.weight_blocks, turned);
     return;
   }
+  const int taps = p.taps.divisor, vectors = p.vectors.divisor;
   const int first_row = p.channel_blocks(rest) * p.rows, first = rest * p.channels;
-  const int rows = min(p.rows, p.all_rows - first_row);
-  const int count = rows * p.vectors.divisor * p.taps.divisor;
-  const int channels = min(p.channels, p.group_out - first), pitch = p.taps.divisor | 1;
+  const int rows = min(p.rows, p.all_rows - first_row), count = rows * vectors * taps;
+  const int channels = min(p.channels, p.group_out - first), pitch = taps | 1;
   const int per_share = kGemmWeightReduceThreads / p.shares;
   const int share = threadIdx.x / per_share, lane = threadIdx.x % per_share;
   wait_for_previous_grid();
 #pragma unroll 1
-  for (int begin = 0; begin < count; begin += 4 * per_share) {
-    float4 sum[4];
-    int place[4];
-    const float* from[4];
+  for (int begin = 0; begin < count; begin += kUnits * per_share) {
+    float4 sum[kUnits];
+    int place[kUnits];  // of the first channel, -1: none; the others are `vectors` rows apart, which keeps banks apart
+    const float* from[kUnits];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kUnits; ++i) {
       const int unit = begin + i * per_share + lane;
       int vector = unit, tap = p.vectors(vector);
       const int row = p.taps(tap);
       const bool exists = unit < count && first + vector * 4 < p.weight_pitch;
-      place[i] = exists ? (row * p.channels + vector * 4) * pitch + tap : -1;
-      from[i] = p.partial + (static_cast<int64_t>(first_row + row) * p.taps.divisor + tap) * p.weight_pitch + first +
-                vector * 4;
+      place[i] = exists ? (row * p.channels + vector) * pitch + tap : -1;
+      from[i] = p.partial;
+      if (exists) from[i] += (static_cast<int64_t>(first_row + row) * taps + tap) * p.weight_pitch + first + vector * 4;
       sum[i] = make_float4(0, 0, 0, 0);
     }
-#pragma unroll 2
+#pragma unroll 4
     for (int split = share; split < p.splits; split += p.shares) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kUnits; ++i) {
         if (place[i] < 0) continue;
         const float4 part = __ldcg(reinterpret_cast<const float4*>(from[i] + split * p.part));
         sum[i].x += part.x, sum[i].y += part.y, sum[i].z += part.z, sum[i].w += part.w;
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kUnits; ++i) {
+      if (begin + i * per_share >= count) break;
       if (p.shares > 1) {
         sums[threadIdx.x] = sum[i];
         __syncthreads();
         if (share == 0) {
+#pragma unroll 8
           for (int k = 1; k < p.shares; ++k) {
             const float4 part = sums[k * per_share + lane];
             sum[i].x += part.x, sum[i].y += part.y, sum[i].z += part.z, sum[i].w += part.w;
@@ -141,26 +144,53 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
       if (share > 0 || place[i] < 0) continue;
       const float values[4] = {sum[i].x, sum[i].y, sum[i].z, sum[i].w};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) turned[place[i] + k * pitch] = values[k];
+      for (int k = 0; k < 4; ++k) turned[place[i] + k * vectors * pitch] = values[k];
     }
   }
   __syncthreads();
-  const int all = channels * p.taps.divisor;
-  for (int row = 0; row < rows; ++row) {
-    T* const output = static_cast<T*>(p.output) + static_cast<int64_t>(first_row + row) * p.group_out * p.taps.divisor;
-    for (int i = threadIdx.x; i < all; i += kGemmWeightReduceThreads) {
-      int channel, tap;
-      if (p.channels_last) {
-        tap = i / channels, channel = i - tap * channels;
-      } else {
-        tap = i, channel = p.taps(tap);
-      }
-      float value = turned[(row * p.channels + channel) * pitch + tap];
-      if (!is_finite(value)) value = gemm_weight_gradient_at<T>(p, first_row + row, first + channel, tap);
-      const int64_t to = p.channels_last ? static_cast<int64_t>(tap) * p.group_out + first + channel
-                                         : static_cast<int64_t>(first) * p.taps.divisor + i;
-      output[to] = from_accumulator<T>(value);
+  // Neighbours in memory, from the block's first one in a row.
+  const int all = channels * taps;
+  const auto find = [&](int i, int& channel, int& tap) {
+    if (p.channels_last) {
+      tap = i / channels, channel = i - tap * channels;
+    } else {
+      tap = i, channel = p.taps(tap);
     }
+    return p.channels_last ? tap * p.group_out + first + channel : first * taps + i;
+  };
+  const auto value_of = [&](int row, int channel, int tap) {
+    return turned[(row * p.channels + channel % 4 * vectors + channel / 4) * pitch + tap];
+  };
+  T* const output = static_cast<T*>(p.output) + static_cast<int64_t>(first_row) * p.group_out * taps;
+  const int64_t row_pitch = static_cast<int64_t>(p.group_out) * taps;
+  bool finite = true;
+  for (int row = 0; row < rows; ++row) {
+    const int step = p.pairs ? 2 : 1;
+#pragma unroll 2
+    for (int i = step * static_cast<int>(threadIdx.x); i < all; i += step * kGemmWeightReduceThreads) {
+      int channel, tap;
+      T* const to = output + row * row_pitch + find(i, channel, tap);
+      const float value = value_of(row, channel, tap);
+      finite = finite && is_finite(value);
+      if (p.pairs) {
+        find(i + 1, channel, tap);
+        const float next = value_of(row, channel, tap);
+        finite = finite && is_finite(next);
+        Pack<T, 2> both;
+        both.value[0] = from_accumulator<T>(value), both.value[1] = from_accumulator<T>(next);
+        *reinterpret_cast<Pack<T, 2>*>(to) = both;
+      } else {
+        *to = from_accumulator<T>(value);
+      }
+    }
+  }
+  if (!__syncthreads_or(!finite)) return;
+  for (int i = threadIdx.x; i < rows * all; i += kGemmWeightReduceThreads) {
+    const int row = i / all;
+    int channel, tap;
+    T* const to = output + row * row_pitch + find(i - row * all, channel, tap);
+    if (is_finite(value_of(row, channel, tap))) continue;
+    *to = from_accumulator<T>(gemm_weight_gradient_at<T>(p, first_row + row, first + channel, tap));
   }
 #endif
 }

@@ -73,6 +73,12 @@ int64_t phase_tma_workspace(const Problem& problem, const void* input);
 cudaError_t launch_phase_tma(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, void* workspace, cudaStream_t stream);
 
+// The same in 16 bits where no tap overlaps another (core/shuffle_gemm.h), inputs and weights by tensor copies as they
+// lie; compute capability 9.0. The workspace, aligned to 256 bytes, holds what is not aligned to 16 bytes.
+int64_t shuffle_gemm_workspace(const Problem& problem, const void* input, const void* weight);
+cudaError_t launch_shuffle_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                void* output, void* workspace, cudaStream_t stream);
+
 // The same in TF32, inputs by bulk tensor copies (core/phase_tf32.h).
 int64_t phase_tf32_workspace(const Problem& problem, const void* input);
 cudaError_t launch_phase_tf32(const Problem& problem, const void* input, const void* weight, const void* bias,

@@ -65,6 +65,7 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
   p.step_bytes = static_cast<int>(tile.step_bytes), p.stage_bytes = static_cast<int>(tile.stage_bytes);
   p.entries = static_cast<int>(tile.entries), p.positions = static_cast<int>(tile.positions);
   p.weights = static_cast<int>(tile.weights), p.pointers = static_cast<int>(tile.pointers);
+  p.fold_entries = static_cast<int>(tile.fold_entries), p.totals = static_cast<int>(tile.totals);
   p.channels_last = problem.layout == Layout::kChannelsLast;
   const int64_t vector = 16 / problem.element_size();
   p.granules = p.channels_last && problem.in_channels % vector == 0 && p.group_in % vector == 0 &&
@@ -75,6 +76,7 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
     p.tiles = static_cast<int>(tile.spans[0] * tile.spans[1] * tile.spans[2]);
     p.taps = static_cast<int>(problem.kernel_positions()), p.tile_taps = p.taps * p.span_channels;
     p.by_chunks = fast_divide(p.chunks), p.by_tiles = fast_divide(p.tiles);
+    p.neighbours = p.channels_last && p.span_channels == 1;
     const Axis& width = problem.axis[2];
     p.vectors = !p.channels_last && tile.span[2] % 2 == 0 && width.stride % 2 == 0 && width.out() % 2 == 0 &&
                 p.axis[2].first % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * problem.element_size()) == 0;

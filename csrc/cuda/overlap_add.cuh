@@ -50,29 +50,53 @@ class OverlapAddKernel {
     // A team copies and multiplies on its own; meanwhile others multiply.
     const int threads = p.row_warps * p.column_warps * 32, thread = team_warp * 32 + lane;
     unsigned char* const target = shared + team * p.stage_bytes;
-    int first = team * p.stage_steps;
-    for (bool begun = false;; begun = true) {
-      // Strictly, few additions come one after the other: a team that is alone adds its sum to the output then.
-      int adds = 0;
-      for (; first < p.steps && (!kStrict || p.teams > 1 || adds < kOverlapAddAdds); first += p.teams * p.stage_steps) {
-        const int steps = min(p.stage_steps, p.steps - first);
-        for (int i = 0; i < steps; ++i) stage.copy_step(first + i, target + i * p.step_bytes, thread, threads);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        sync_team(threads);
-        for (int i = 0; i < steps; ++i) multiply_step(rows, team * p.stage_bytes + i * p.step_bytes, sum);
-        sync_team(threads);
-        adds += steps * p.support_count;
-      }
-      const bool end = !kStrict || first >= p.steps;
-      if (p.teams > 1) add_teams(sum, thread, threads);
-      store(sum, begun, end);
-      if (end) return;
+    if (kStrict && p.fold_entries > 0) clear_totals();
+    int until_fold = p.fold_entries;
+#pragma unroll 1
+    for (int first = team * p.stage_steps; first < p.steps; first += p.teams * p.stage_steps) {
+      const int steps = min(p.stage_steps, p.steps - first);
+      for (int i = 0; i < steps; ++i) stage.copy_step(first + i, target + i * p.step_bytes, thread, threads);
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      sync_team(threads);
+      for (int i = 0; i < steps; ++i) multiply_step(rows, team * p.stage_bytes + i * p.step_bytes, sum, until_fold);
+      sync_team(threads);
     }
+    if (kStrict && p.fold_entries > 0) fold(sum, true);
+    if (p.teams > 1) add_teams(sum, thread, threads);
+    store(sum);
   }
 
  private:
   __device__ __forceinline__ void sync_team(int threads) const {
     asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+  }
+
+  // Totals of a thread are its own.
+  __device__ __forceinline__ float4& total(int index) const {
+    return reinterpret_cast<float4*>(shared + p.totals)[index * blockDim.x + threadIdx.x];
+  }
+  __device__ __forceinline__ void clear_totals() const {
+#pragma unroll
+    for (int i = 0; i < kTiles * kRows; ++i) total(i) = make_float4(0, 0, 0, 0);
+  }
+  // total += sum; sum = what that lost. At the end sum = total + sum.
+  __device__ __forceinline__ void fold(Sums& sum, bool end) const {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        float4& place = total(j * kRows + m);
+        const float4 all = place;
+        const float before[4] = {all.x, all.y, all.z, all.w};
+        float after[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          after[i] = before[i] + sum[j][m][i];
+          sum[j][m][i] = end ? after[i] : sum[j][m][i] - (after[i] - before[i]);
+        }
+        if (!end) place = make_float4(after[0], after[1], after[2], after[3]);
+      }
+    }
   }
 
   // The first team gets the sums of all, in their order.
@@ -127,7 +151,8 @@ class OverlapAddKernel {
     }
   }
 
-  __device__ __forceinline__ void multiply_step(const uint32_t (&rows)[kRows], uint32_t step, Sums& sum) const {
+  __device__ __forceinline__ void multiply_step(const uint32_t (&rows)[kRows], uint32_t step, Sums& sum,
+                                                int& until_fold) const {
     uint32_t entry = shared_address(shared) + p.entries + column_warp * p.entry_count * sizeof(OverlapAddEntry);
     const uint32_t last = entry + (p.entry_count - 1) * sizeof(OverlapAddEntry);
     const uint32_t weights = shared_address(shared) + step + p.step_weights + lane * (kStrict ? 16 : 8);
@@ -140,6 +165,7 @@ class OverlapAddKernel {
       const int4 next = overlap_add_load_entry(entry);
       if constexpr (kStrict) {
         overlap_add_multiply_strict(operands, weights, sum);
+        if (--until_fold == 0) fold(sum, false), until_fold = p.fold_entries;
       } else {
         overlap_add_multiply<T, Traits::kPrecision>(operands, sum);
       }
@@ -147,8 +173,7 @@ class OverlapAddKernel {
     }
   }
 
-  // At the end with the bias; before, leaves zeros. `begun`: adds to the output.
-  __device__ __forceinline__ void store(Sums& sum, bool begun, bool end) const {
+  __device__ __forceinline__ void store(const Sums& sum) const {
     const OverlapAddBlock block(p, p.column_warps * kTiles);
     const OverlapAddOutputs<T> outputs{p, block};
     int residue[kTiles][2][3];
@@ -163,7 +188,7 @@ class OverlapAddKernel {
             outputs.find_column(column_warp * kTiles + j, lane % 4 * 2 + side, residue[j][side], channel);
         if (!exists) residue[j][side][2] = INT32_MIN / 2;  // no output
         place[j][side] = static_cast<T*>(p.output) + outputs.column_offset(residue[j][side], channel);
-        term[j][side] = exists && end ? outputs.bias_term(channel) : 0.f;
+        term[j][side] = exists ? outputs.bias_term(channel) : 0.f;
       }
     }
     float probe = 0;
@@ -172,24 +197,12 @@ class OverlapAddKernel {
       int at[4];
       const bool exists = team == 0 && outputs.find_cell(row_warp * kWarpRows + i * 8 + lane / 4, at);
       const int64_t offset = outputs.cell_offset(at);
-      bool is_output[kTiles][2];
-      float before[kTiles][2] = {};
-      // All loads before the first store.
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          is_output[j][side] = exists && outputs.is_output(at, residue[j][side]);
-          if (kStrict && begun && is_output[j][side]) before[j][side] = to_accumulator(place[j][side][offset]);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const float value = sum[j][i / 2][i % 2 * 2 + side] + before[j][side];
-          if constexpr (kStrict) sum[j][i / 2][i % 2 * 2 + side] = 0;
-          if (!is_output[j][side]) continue;
+          const float value = sum[j][i / 2][i % 2 * 2 + side];
+          if (!exists || !outputs.is_output(at, residue[j][side])) continue;
           probe = fmaf(value, 0.f, probe);
           place[j][side][offset] = from_accumulator<T>(value + term[j][side]);
         }
@@ -197,7 +210,6 @@ class OverlapAddKernel {
     }
     // Inputs and weights that do not exist are zeros, which only finite factors leave without effect, and rests of
     // float32 may be NaN: both show in a sum that is not finite.
-    if (!end) return;
     if (__syncthreads_or(!(probe == 0))) overlap_add_repair<T>(p, p.column_warps * kTiles);
   }
 };

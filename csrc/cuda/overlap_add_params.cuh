@@ -43,13 +43,15 @@ struct OverlapAddParams {
   int held_positions;
   int steps, stage_steps, fragments, entry_count, support_count;
   int64_t weight_channel;  // elements from one input channel to the next
-  int half_bytes, step_weights, step_bytes, stage_bytes, entries, positions, weights,
-      pointers;  // bytes of shared memory
+  int fold_entries;
+  int half_bytes, step_weights, step_bytes, stage_bytes, entries, positions, weights, pointers,
+      totals;  // bytes of shared memory
   // Wide (overlap_add_wide.cuh).
   int chunks, block_tiles, all_tiles;
   int tiles;            // column tiles of the first channels
   int taps, tile_taps;  // of an output channel, and of a column tile's
   bool vectors;         // two neighbouring outputs are an aligned vector
+  bool neighbours;      // the two column tiles of an item are neighbouring channels in memory
   FastDivide by_chunks, by_tiles;
   int lead;       // positions held before the first one along the width
   bool pairs;     // contiguous: two positions are an aligned vector

@@ -301,6 +301,7 @@ class OverlapAddWideKernel {
     for (int i = 0; i < 2 * kRows; ++i) {
       const int4 row = rows[i * 8];
       bool is_output[2];
+      float value[kTiles][2];
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         is_output[s] = static_cast<unsigned>(row.y + side[s][0]) < static_cast<unsigned>(p.axis[0].out) &&
@@ -309,30 +310,39 @@ class OverlapAddWideKernel {
       }
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
-        float value[2];
 #pragma unroll
         for (int s = 0; s < 2; ++s) {
           float& of_sum = sum[j][i / 2][i % 2 * 2 + s];
           probe = fmaf(of_sum, 0.f, probe);
-          value[s] = of_sum + term[j][s], of_sum = 0;
+          value[j][s] = of_sum + term[j][s], of_sum = 0;
         }
-        if (p.vectors) {
-          if (is_output[0] && found[j][0]) store_two(place[j][0] + row.x, value);
+      }
+      if (p.vectors) {
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) {
+          if (is_output[0] && found[j][0]) store_two(place[j][0] + row.x, value[j][0], value[j][1]);
+        }
+        continue;
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        T* const at = place[0][s] + row.x;
+        if (!is_output[s] || !found[0][s]) continue;
+        if (p.neighbours && found[1][s] && reinterpret_cast<uintptr_t>(at) % (2 * sizeof(T)) == 0) {
+          store_two(at, value[0][s], value[1][s]);
           continue;
         }
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          if (is_output[s] && found[j][s]) place[j][s][row.x] = from_accumulator<T>(value[s]);
-        }
+        *at = from_accumulator<T>(value[0][s]);
+        if (found[1][s]) place[1][s][row.x] = from_accumulator<T>(value[1][s]);
       }
     }
     if (__any_sync(0xffffffffu, !(probe == 0))) overlap_add_wide_repair<T, kRows>(p, first, index);
   }
-  static __device__ __forceinline__ void store_two(T* place, const float (&value)[2]) {
+  static __device__ __forceinline__ void store_two(T* place, float first, float second) {
     struct alignas(2 * sizeof(T)) Two {
       T of[2];
     };
-    *reinterpret_cast<Two*>(place) = Two{{from_accumulator<T>(value[0]), from_accumulator<T>(value[1])}};
+    *reinterpret_cast<Two*>(place) = Two{{from_accumulator<T>(first), from_accumulator<T>(second)}};
   }
 };
 

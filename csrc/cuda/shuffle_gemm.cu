@@ -1,0 +1,260 @@
+// The shuffle GEMM, host side: parameters of a problem, maps of its tensors, and the template instance that runs it.
+#include "shuffle_gemm.cuh"
+
+#include <algorithm>
+
+#include "device/dependent_launch.cuh"
+#include "dispatch.h"
+#include "launchers.h"
+#include "occupancy.h"
+#include "shuffle_gemm_pack.cuh"
+#include "tensor_map.h"
+
+namespace fastconvt::cuda {
+namespace {
+
+bool aligned_16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+void set_store(const Problem& problem, ShuffleGemmParams& p) {
+  const bool contiguous = problem.layout == Layout::kContiguous;
+  const int64_t inner = contiguous ? 1 : problem.out_channels;
+  const int64_t row = problem.axis[2].out() * inner, plane = problem.axis[1].out() * row;
+  const int64_t depth = problem.axis[0].kernel, height = problem.axis[1].kernel, width = problem.axis[2].kernel;
+  p.batch_step = problem.out_positions() * problem.out_channels;
+  p.depth_step = depth * plane, p.height_step = height * row;
+  p.width_step = static_cast<int>(width * inner);
+  p.depth_tap = plane, p.height_tap = row, p.width_tap = static_cast<int>(inner);
+  p.plane = problem.out_positions();
+  const int64_t run = shuffle_gemm_run(problem);
+  p.run = fast_divide(static_cast<int>(run));
+  p.kernel_width = fast_divide(static_cast<int>(problem.groups == 1 ? 1 : width));
+  p.kernel_height = fast_divide(static_cast<int>(height));
+  const int64_t whole = contiguous ? row : run;
+  p.vector = whole % 8 == 0 ? 16 : contiguous && whole % 4 == 0 ? 8 : 4;
+}
+
+ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, bool packed, const void* input,
+                              const void* weight, const void* bias, void* output) {
+  const bool contiguous = problem.layout == Layout::kContiguous;
+  ShuffleGemmParams p{};
+  p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.column_blocks = fast_divide(t.column_blocks);
+  p.groups = fast_divide(static_cast<int>(problem.groups));
+  p.positions = static_cast<int>(problem.in_positions());
+  p.flat = !contiguous || packed;
+  p.image = fast_divide(p.flat ? p.positions : ceil_div(p.positions, 64));
+  p.width = fast_divide(static_cast<int>(problem.axis[2].in));
+  p.height = fast_divide(static_cast<int>(problem.axis[1].in));
+  p.batch = static_cast<int>(problem.batch);
+  p.in_channels = static_cast<int>(problem.in_channels), p.out_channels = static_cast<int>(problem.out_channels);
+  p.group_in = static_cast<int>(problem.in_channels_per_group());
+  p.group_out = static_cast<int>(problem.out_channels_per_group());
+  p.columns = static_cast<int>(p.group_out * problem.kernel_positions());
+  p.channel_columns = fast_divide(contiguous ? static_cast<int>(problem.kernel_positions()) : p.group_out);
+  p.resident = t.resident, p.by_hand = t.by_hand;
+  p.tiles = static_cast<int>(shuffle_gemm_tiles(problem, packed));
+  p.items = ceil_div(p.tiles, 2) * t.column_blocks * p.groups.divisor;
+  p.chunks = t.chunks;
+  p.stages = t.stages, p.stage_bytes = t.stage_bytes;
+  // Resident: warpgroups take turns; streamed, they share stages, and turns gain nothing. A warpgroup that waits for
+  // a stage must know that the stage's inputs before were there, since barriers tell apart two phases only.
+  p.takes_turns = t.resident;
+  const int parts = t.column_blocks * p.groups.divisor;
+  const bool single = p.items <= kShuffleGemmBlocks / parts * parts;  // of a block: nothing to store meanwhile
+  p.hand_over = single ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
+  p.ring = t.ring, p.staging = t.staging, p.terms = t.terms, p.offsets = t.offsets, p.barriers = t.barriers;
+  set_store(problem, p);
+  return p;
+}
+
+cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&dims)[4], const cuuint64_t (&pitches)[3],
+                       const cuuint32_t (&box)[4], CUtensorMap& map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const CUtensorMapDataType type =
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(&map, type, 4, const_cast<void*>(tensor), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+             ? cudaSuccess
+             : cudaErrorNotSupported;
+}
+
+// Elements of a channel in packed inputs, a multiple of 16 bytes.
+int64_t packed_pitch(const Problem& problem) { return round_up(problem.batch * problem.in_positions(), int64_t{8}); }
+
+// Inputs: contiguous (positions, channels, groups, batch), packed ones without batch; channels_last (channels, groups,
+// positions).
+cudaError_t make_input_map(const Problem& problem, bool packed, const void* input, CUtensorMap& map) {
+  const cuuint64_t positions = problem.in_positions(), in = problem.in_channels_per_group(), groups = problem.groups;
+  const cuuint64_t batch = problem.batch;
+  if (problem.layout == Layout::kContiguous) {
+    const cuuint64_t pitch = packed ? packed_pitch(problem) : positions;
+    return encode_map(problem.dtype, input, {packed ? batch * positions : positions, in, groups, packed ? 1 : batch},
+                      {pitch * 2, pitch * in * 2, pitch * in * groups * 2}, {64, 64, 1, 1}, map);
+  }
+  const cuuint64_t pixel = in * groups * 2;
+  return encode_map(problem.dtype, input, {in, groups, positions * batch, 1},
+                    {in * 2, pixel, pixel * positions * batch}, {64, 1, 64, 1}, map);
+}
+
+// Weights (columns, channels, groups).
+cudaError_t make_weight_map(const Problem& problem, const void* weight, CUtensorMap& map) {
+  const cuuint64_t in = problem.in_channels_per_group(), groups = problem.groups;
+  const cuuint64_t columns = problem.out_channels_per_group() * problem.kernel_positions();
+  return encode_map(problem.dtype, weight, {columns, in, groups, 1},
+                    {columns * 2, columns * in * 2, columns * in * groups * 2}, {64, 64, 1, 1}, map);
+}
+
+// Copies rows of `length` elements, whose number is outer * inner.
+cudaError_t launch_pack(const void* source, void* target, int64_t outer, int64_t inner, int64_t length, int64_t pitch,
+                        cudaStream_t stream) {
+  int64_t width = 8;  // bytes of a vector
+  while (width > 2 && (length * 2 % width != 0 || reinterpret_cast<uintptr_t>(source) % width != 0)) width /= 2;
+  const int64_t of = width / 2;
+  ShuffleGemmPackParams p{};
+  p.source = source, p.target = target;
+  p.rows = static_cast<int>(outer * inner), p.inner = static_cast<int>(inner);
+  p.length = length / of, p.outer_pitch = p.length, p.pitch = pitch / of;
+  p.segments = ceil_div(p.length, int64_t{64});
+  const int64_t blocks = ceil_div(p.rows * p.segments, int64_t{8 * kShuffleGemmPackRows});
+  if (outer * inner >= int64_t{1} << 31 || blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
+  const auto kernel = width == 8   ? shuffle_gemm_pack_kernel<uint2>
+                      : width == 4 ? shuffle_gemm_pack_kernel<unsigned int>
+                                   : shuffle_gemm_pack_kernel<unsigned short>;
+  kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+// What of the workspace packed inputs and weights take.
+int64_t packed_input_bytes(const Problem& problem, const void* input) {
+  if (!shuffle_gemm_packs(problem) && aligned_16(input)) return 0;
+  const bool contiguous = problem.layout == Layout::kContiguous;
+  return round_up((contiguous ? packed_pitch(problem) * problem.in_channels : problem.in_elements()) * 2, int64_t{256});
+}
+int64_t packed_weight_bytes(const Problem& problem, const void* weight) {
+  const int64_t columns = problem.out_channels_per_group() * problem.kernel_positions();
+  return aligned_16(weight) || columns % 8 != 0 ? 0 : round_up(problem.weight_elements() * 2, int64_t{256});
+}
+
+// Packs what must be; `input` and `weight` become what copies read.
+cudaError_t pack_tensors(const Problem& problem, void* workspace, const void*& input, const void*& weight,
+                         cudaStream_t stream) {
+  const int64_t input_bytes = packed_input_bytes(problem, input), weight_bytes = packed_weight_bytes(problem, weight);
+  cudaError_t error = cudaSuccess;
+  if (weight_bytes > 0) {
+    void* const to = static_cast<char*>(workspace) + input_bytes;
+    error = launch_pack(weight, to, 1, 1, problem.weight_elements(), problem.weight_elements(), stream);
+    weight = to;
+  }
+  if (input_bytes > 0 && error == cudaSuccess) {
+    if (problem.layout == Layout::kContiguous) {
+      error = launch_pack(input, workspace, problem.batch, problem.in_channels, problem.in_positions(),
+                          packed_pitch(problem), stream);
+    } else {
+      error = launch_pack(input, workspace, 1, 1, problem.in_elements(), problem.in_elements(), stream);
+    }
+    input = workspace;
+  }
+  return error;
+}
+
+template <typename T, int kTaps, int kColumns>
+cudaError_t launch_kernel(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const CUtensorMap& inputs,
+                          const CUtensorMap& weights, bool after_packing, cudaStream_t stream) {
+  const auto kernel = shuffle_gemm_kernel<T, kTaps, kColumns>;
+  int resident = 0;
+  const cudaError_t error = count_resident_blocks(kernel, kShuffleGemmThreads, t.shared_bytes,
+                                                  static_cast<int>(kShuffleGemmShared), resident);
+  if (error != cudaSuccess) return error;
+  int64_t blocks = std::min(resident, p.items);
+  const int parts = t.column_blocks * p.groups.divisor;
+  // Resident: a block keeps to its columns.
+  if (t.resident) blocks = blocks / parts * parts;
+  if (blocks == 0) return cudaErrorNotSupported;
+  // After a launch that packs it starts early, and waits on the device.
+  if (after_packing) {
+    return launch_early(kernel, dim3(static_cast<unsigned>(blocks)), kShuffleGemmThreads, t.shared_bytes, stream,
+                        inputs, weights, p);
+  }
+  kernel<<<static_cast<unsigned>(blocks), kShuffleGemmThreads, t.shared_bytes, stream>>>(inputs, weights, p);
+  return cudaGetLastError();
+}
+
+template <typename T, int kTaps>
+cudaError_t dispatch_columns(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const CUtensorMap& inputs,
+                             const CUtensorMap& weights, bool after_packing, cudaStream_t stream) {
+  if constexpr (kTaps < 8) {
+    if (t.columns == 256) return launch_kernel<T, kTaps, 256>(t, p, inputs, weights, after_packing, stream);
+    if (t.columns == 64) return launch_kernel<T, kTaps, 64>(t, p, inputs, weights, after_packing, stream);
+  }
+  return t.columns == 128 ? launch_kernel<T, kTaps, 128>(t, p, inputs, weights, after_packing, stream)
+                          : cudaErrorNotSupported;
+}
+
+template <typename T>
+cudaError_t dispatch_taps(const Problem& problem, const ShuffleGemmTile& t, const ShuffleGemmParams& p,
+                          const CUtensorMap& inputs, const CUtensorMap& weights, bool after_packing,
+                          cudaStream_t stream) {
+  if (problem.layout == Layout::kChannelsLast)
+    return dispatch_columns<T, 0>(t, p, inputs, weights, after_packing, stream);
+  switch (problem.axis[2].kernel) {
+    case 2:
+      return dispatch_columns<T, 2>(t, p, inputs, weights, after_packing, stream);
+    case 4:
+      return dispatch_columns<T, 4>(t, p, inputs, weights, after_packing, stream);
+    case 8:
+      return dispatch_columns<T, 8>(t, p, inputs, weights, after_packing, stream);
+    case 16:
+      return dispatch_columns<T, 16>(t, p, inputs, weights, after_packing, stream);
+    default:
+      return cudaErrorNotSupported;
+  }
+}
+
+template <typename T>
+cudaError_t launch_exact(const Problem& problem, const ShuffleGemmParams& p, cudaStream_t stream) {
+  const auto kernel =
+      problem.layout == Layout::kContiguous ? shuffle_gemm_exact_kernel<T, true> : shuffle_gemm_exact_kernel<T, false>;
+  const int64_t blocks = ceil_div(problem.out_elements(), int64_t{256});
+  kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 20)), 256, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_tile(const Problem& problem, const ShuffleGemmTile& t, const void* input, const void* weight,
+                        const void* bias, void* output, void* workspace, cudaStream_t stream) {
+  const bool packed = packed_input_bytes(problem, input) > 0, copies = aligned_16(output);
+  const ShuffleGemmParams p = make_params(problem, t, copies && packed, input, weight, bias, output);
+  return dispatch_up_to_float32(problem.dtype, [&](auto tag) -> cudaError_t {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) != 2) {
+      return cudaErrorNotSupported;
+    } else {
+      if (!copies) return launch_exact<T>(problem, p, stream);
+      CUtensorMap inputs, weights;
+      const void *read_input = input, *read_weight = weight;
+      cudaError_t error = pack_tensors(problem, workspace, read_input, read_weight, stream);
+      if (error == cudaSuccess) error = make_input_map(problem, packed, read_input, inputs);
+      if (error == cudaSuccess && !t.by_hand) error = make_weight_map(problem, read_weight, weights);
+      if (error != cudaSuccess) return error;
+      const bool after_packing = read_input != input || read_weight != weight;
+      return dispatch_taps<T>(problem, t, p, inputs, t.by_hand ? inputs : weights, after_packing, stream);
+    }
+  });
+}
+
+}  // namespace
+
+int64_t shuffle_gemm_workspace(const Problem& problem, const void* input, const void* weight) {
+  return packed_input_bytes(problem, input) + packed_weight_bytes(problem, weight);
+}
+
+cudaError_t launch_shuffle_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                void* output, void* workspace, cudaStream_t stream) {
+  if (problem.out_elements() == 0) return cudaSuccess;
+  if (!shuffle_gemm_refusal(problem).empty()) return cudaErrorNotSupported;
+  return launch_tile(problem, shuffle_gemm_tile(problem), input, weight, bias, output, workspace, stream);
+}
+
+}  // namespace fastconvt::cuda
