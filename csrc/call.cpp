@@ -139,8 +139,7 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
 }
 
 Tensor weight_of(const Call& call, CandidateId candidate) {
-  return takes_channels_last_weights(candidate) ? to_layout(call.weight, call.problem.weight_layout)
-                                                : contiguous_weight(call);
+  return to_layout(call.weight, weight_layout(candidate, call.problem));
 }
 
 Tensor contiguous_weight(const Call& call) { return to_layout(call.weight, Layout::kContiguous); }

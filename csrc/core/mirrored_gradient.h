@@ -6,6 +6,7 @@
 #include <string>
 
 #include "flat_gemm.h"
+#include "phase_tf32.h"
 #include "phase_tma.h"
 
 namespace fastconvt {
@@ -24,6 +25,16 @@ inline Problem mirrored_problem(const Problem& p) {
   return mirrored;
 }
 
+// The forward kernels that are to compute it.
+enum class MirroredFamily { kPhaseTma, kPhaseTf32, kFlatGemm };
+inline MirroredFamily mirrored_family(const Problem& mirrored) {
+  if (mirrored.element_size() == 2) return MirroredFamily::kPhaseTma;
+  if (!mirrored.allow_tf32 || !phase_tf32_refusal(mirrored).empty()) return MirroredFamily::kFlatGemm;
+  return flat_gemm_refusal(mirrored).empty() && flat_gemm_cost_ms(mirrored) < phase_tf32_cost_ms(mirrored)
+             ? MirroredFamily::kFlatGemm
+             : MirroredFamily::kPhaseTf32;
+}
+
 inline std::string mirrored_gradient_refusal(const Problem& p) {
   for (const Axis& axis : p.axis) {
     if (axis.stride != 1) return "a stride of more than 1";
@@ -33,14 +44,28 @@ inline std::string mirrored_gradient_refusal(const Problem& p) {
   }
   if (p.weight_elements() >= int64_t{1} << 31) return "a weight of 2^31 or more elements";
   const Problem mirrored = mirrored_problem(p);
-  return p.element_size() == 2 ? phase_tma_refusal(mirrored) : flat_gemm_refusal(mirrored);
+  switch (mirrored_family(mirrored)) {
+    case MirroredFamily::kPhaseTma:
+      return phase_tma_refusal(mirrored);
+    case MirroredFamily::kPhaseTf32:
+      return "";
+    default:
+      return flat_gemm_refusal(mirrored);
+  }
 }
 
 // Milliseconds on an H200.
 inline double mirrored_gradient_cost_ms(const Problem& p) {
   const Problem mirrored = mirrored_problem(p);
   const double turn = 0.003 + 2 * double(p.element_size() * p.weight_elements()) / 1e9;
-  return turn + (p.element_size() == 2 ? phase_tma_cost_ms(mirrored) : flat_gemm_cost_ms(mirrored));
+  switch (mirrored_family(mirrored)) {
+    case MirroredFamily::kPhaseTma:
+      return turn + phase_tma_cost_ms(mirrored);
+    case MirroredFamily::kPhaseTf32:
+      return turn + phase_tf32_cost_ms(mirrored);
+    default:
+      return turn + flat_gemm_cost_ms(mirrored);
+  }
 }
 
 }  // namespace fastconvt

@@ -263,6 +263,8 @@ inline bool finish_phase_tma_tile(const Problem& problem, const PhaseTmaAxis (&a
   if (!contiguous && span + (t.box[0] - 1) * step >= double(int64_t{1} << 31)) return false;
   t.items = static_cast<int64_t>(items);
   t.cost_ms = phase_tma_products_ms(problem, axis, t);
+  if (shape.row_tiles == 1) t.cost_ms *= 1.1;  // small tiles lose more than the model tells
+  if (t.merged) t.cost_ms *= 1.1;
   return true;
 }
 
@@ -285,7 +287,9 @@ inline PhaseTmaTile find_phase_tma_tile(const Problem& problem) {
   bool known[4][2] = {};
   for (int shape = 0; shape < kNumPhaseTmaShapes; ++shape) {
     const PhaseTmaShape& of = kPhaseTmaShapes[shape];
-    if (of.columns >= 64 && out <= of.columns / 2) continue;
+    // Half of the columns may be in vain where two warpgroups store rows of odd length together.
+    const bool half = out <= of.columns / 2 && (out < of.columns / 2 || problem.axis[2].out() % 2 == 0);
+    if (of.columns >= 64 && half) continue;
     for (int split = 0; split < 3; ++split) {
       PhaseTmaTile t{};
       t.shape = shape;

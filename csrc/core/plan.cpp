@@ -26,6 +26,7 @@
 #include "overlap_add.h"
 #include "phase_direct.h"
 #include "phase_gemm.h"
+#include "phase_pixels.h"
 #include "phase_tf32.h"
 #include "phase_tma.h"
 #include "pixel_rows.h"
@@ -178,7 +179,8 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
   const bool direct = p.layout == Layout::kChannelsLast && !dilated && (in * p.element_size()) % 16 == 0 &&
                       (out * p.element_size()) % 16 == 0;
   const CudnnRate& rate = direct ? channels_last : contiguous;
-  const bool volume = !p.axis[0].is_trivial() && p.axis[0].stride * p.axis[1].stride * p.axis[2].stride == 1;
+  const int64_t strides = p.axis[0].stride * p.axis[1].stride * p.axis[2].stride;
+  const bool volume = !p.axis[0].is_trivial() && strides == 1;
   const double slow = (p.groups > 1 && tile == 32 ? 1.7 : 1) * (volume ? 1.7 : 1);
   if (p.groups > 1) tile = 32;
   const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
@@ -186,6 +188,11 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
   const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
   const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
   const double products = rate.products * slow * ms(2 * p.macs() / filled, operations);
+  // Without strides in channels_last, by 64 output channels at a time or, better, by 128.
+  if (direct && tile == 32 && p.groups == 1 && !volume && strides == 1) {
+    const double padded = double(round_up(out, int64_t{64})) / double(out);
+    return rate.start + (out % 128 == 0 ? 1.1 : 1.5) * padded * ms(2 * p.macs(), operations) + 0.3 * (inputs + outputs);
+  }
   return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
 }
 
@@ -277,6 +284,8 @@ const Row kTable[] = {
      family_cost<phase_tma_cost_ms>},
     {CandidateId::kPhaseTf32, "phase_tf32", true, kForward, family_refusal<90, phase_tf32_refusal, 91>,
      family_cost<phase_tf32_cost_ms>},
+    {CandidateId::kPhasePixels, "phase_pixels", true, kForward, family_refusal<90, phase_pixels_refusal, 91>,
+     family_cost<phase_pixels_cost_ms>},
     {CandidateId::kDense, "dense", true, kForward, family_refusal<80, dense_refusal>, family_cost<dense_cost_ms>},
     {CandidateId::kRowTile, "row_tile", true, kForward, family_refusal<90, row_tile_refusal>,
      family_cost<row_tile_cost_ms>},
@@ -339,13 +348,20 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
   Plan plan{{}, -1};
   for (const Row& row : kTable) {
     if (row.cuda != device.cuda || (row.makes & bit(operation)) == 0) continue;
-    std::string refusal = row.refusal(problem, device);
+    Problem as_read = problem;
+    as_read.weight_layout = weight_layout(row.id, problem);
+    std::string refusal = row.refusal(as_read, device);
     const bool can = refusal.empty();
     if (row.name == forced) {
       if (!can) throw std::runtime_error("candidate " + forced + " cannot make this call: " + refusal);
       plan.choice = int(plan.candidates.size());
     }
-    plan.candidates.push_back({row.id, row.name, std::move(refusal), can ? row.cost(operation, problem, device) : 0});
+    double cost_ms = can ? row.cost(operation, as_read, device) : 0;
+    // Costs of families that read contiguous weights only count the copy of others already.
+    if (can && as_read.weight_layout == Layout::kChannelsLast && problem.weight_layout == Layout::kContiguous) {
+      cost_ms += 0.005 + ms(double(problem.element_size() * problem.weight_elements()), 2e11);
+    }
+    plan.candidates.push_back({row.id, row.name, std::move(refusal), cost_ms});
   }
   if (plan.choice >= 0) return plan;
   for (int i = 0; i < int(plan.candidates.size()); ++i) {
@@ -355,18 +371,21 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
   return plan;
 }
 
-bool takes_channels_last_weights(CandidateId candidate) {
+Layout weight_layout(CandidateId candidate, const Problem& problem) {
   switch (candidate) {
     case CandidateId::kHeadsGemm:
     case CandidateId::kPhaseDirect:
-    case CandidateId::kShuffleGemm:
     case CandidateId::kPhaseTf32:
+    case CandidateId::kPhasePixels:
     case CandidateId::kDense:
     case CandidateId::kMirrored:
     case CandidateId::kGradientGemm:
-      return true;
+    case CandidateId::kAten:
+      return problem.weight_layout;
+    case CandidateId::kShuffleGemm:
+      return problem.layout;
     default:
-      return false;
+      return Layout::kContiguous;
   }
 }
 

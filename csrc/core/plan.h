@@ -36,6 +36,7 @@ enum class CandidateId {
   kFlatGemm,
   kPhaseTma,
   kPhaseTf32,
+  kPhasePixels,
   kRowTile,
   kRows,
   kRowsMma,
@@ -85,8 +86,8 @@ struct Plan {
 // or devices. Throws std::runtime_error where the forced candidate is one for such calls and cannot make this one.
 Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced);
 
-// Whether a candidate reads weights of both layouts, Problem::weight_layout.
-bool takes_channels_last_weights(CandidateId candidate);
+// The layout in which a candidate reads the weight, and writes its gradient; it is copied where it has another one.
+Layout weight_layout(CandidateId candidate, const Problem& problem);
 
 // Whether some device has a candidate of this name.
 bool is_candidate(const std::string& name);

@@ -143,7 +143,8 @@ constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
 
 // By the kernels of a candidate.
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
-  const Problem& problem = call.problem;
+  Problem problem = call.problem;
+  problem.weight_layout = weight_layout(candidate, call.problem);
   const Tensor as_read = weight_of(call, candidate);
   const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr(), *bias = bias_data(call);
   if (candidate == CandidateId::kRowsPersistent) {
@@ -169,6 +170,10 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
   if (candidate == CandidateId::kPhaseTf32) {
     const Tensor packed = workspace(call.input, phase_tf32_workspace(problem, input));
     return launch_phase_tf32(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
+  }
+  if (candidate == CandidateId::kPhasePixels) {
+    const Tensor copies = workspace(call.input, phase_pixels_workspace(problem, input, weight));
+    return launch_phase_pixels(problem, input, weight, bias, output, copies.mutable_data_ptr(), stream);
   }
   if (candidate == CandidateId::kDense) {
     const Tensor packed = workspace(call.input, dense_workspace(problem));
@@ -208,13 +213,10 @@ class Gradient {
     const Tensor dense = allocate_input(call, call.problem.layout);
     return {dense, call.batched ? dense : torch::stable::squeeze(dense, 0)};
   }
-  // As torch.empty_like(weight), which keeps the strides of a dense weight. The kernel writes it in the problem's
-  // weight_layout or, as most do, contiguous.
-  static Gradient of_weight(const Call& call, bool in_weight_layout = false) {
+  // As torch.empty_like(weight), which keeps the strides of a dense weight; kernels write it in `layout`.
+  static Gradient of_weight(const Call& call, Layout layout = Layout::kContiguous) {
     const Tensor like = torch::stable::empty_like(call.weight);
-    if (in_weight_layout && call.problem.weight_layout == Layout::kChannelsLast) {
-      return {to_layout(like, Layout::kChannelsLast), like};
-    }
+    if (layout == Layout::kChannelsLast) return {to_layout(like, layout), like};
     const bool contiguous = has_strides_of(like, Layout::kContiguous);
     return {contiguous ? like : torch::stable::new_empty(like, vec(like.sizes())), like};
   }
@@ -296,8 +298,8 @@ class Backward {
       dense_ = to_layout(batched, call_.problem.layout);
     }
     Gradient input = bits & kInputBit ? Gradient::of_input(call_) : Gradient::none(call_.input);
-    const bool as_weight = takes_channels_last_weights(kernels.id);
-    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_, as_weight) : Gradient::none(call_.input);
+    const Layout layout = weight_layout(kernels.id, call_.problem);
+    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_, layout) : Gradient::none(call_.input);
     const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
     if (!together || !kernels.all || !launch_all(kernels, input, weight, bias)) {
       if (bits & kInputBit) launch_input(kernels, input);

@@ -303,9 +303,10 @@ class GatherKernel {
     }
   }
 
+  // In float64: the sum has no runs.
   __device__ Acc sum_by_definition(const GatherPosition& at, int phase, int64_t first_channel, int channel,
                                    int taps) const {
-    Acc sum{0};
+    double sum = 0;
     VirtualChannel place(block);
 #pragma unroll 1
     for (int v = 0; v < taps * p.in_channels; ++v, place.advance(p, block, 1)) {
@@ -324,10 +325,10 @@ class GatherKernel {
         const int tap = entry_tap(p, phase, entry_offset(p, e));
         const int64_t i = block.base + at.column - entry_offset(p, e);
         if (tap < 0 || i < 0 || i >= p.axis[2].in) continue;
-        sum = fma(to_accumulator(x[i * p.input_stride.axis[2]]), to_accumulator(w[tap]), sum);
+        sum = fma(double{to_accumulator(x[i * p.input_stride.axis[2]])}, double{to_accumulator(w[tap])}, sum);
       }
     }
-    return sum;
+    return static_cast<Acc>(sum);
   }
 };
 

@@ -33,6 +33,10 @@ inline CUtensorMapDataType type_of(const Problem& problem) {
          : problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
+// The same of what is multiplied: copies round to TF32.
+inline CUtensorMapDataType operand_type_of(const Problem& problem) {
+  return problem.dtype == DType::kFloat32 ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : type_of(problem);
+}
 
 // The output's gradient, channels innermost: copies walk through the input's positions.
 inline bool make_position_map(const Problem& problem, const GradientGemmParams& p, const void* tensor,
@@ -54,9 +58,9 @@ inline bool make_position_map(const Problem& problem, const GradientGemmParams& 
     pitch *= static_cast<cuuint64_t>(axis.out());
   }
   dims[rank + 1] = static_cast<cuuint64_t>(problem.batch), pitches[rank] = pitch;
-  return encode(&map, type_of(problem), rank + 2, const_cast<void*>(tensor), dims, pitches, lower, upper, p.chunk,
-                p.rows, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode(&map, operand_type_of(problem), rank + 2, const_cast<void*>(tensor), dims, pitches, lower, upper,
+                p.chunk, p.rows, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(p),
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 inline bool make_weight_map(const Problem& problem, const GradientGemmParams& p, const void* tensor, CUtensorMap& map) {
@@ -69,7 +73,7 @@ inline bool make_weight_map(const Problem& problem, const GradientGemmParams& p,
   const cuuint64_t pitches[2] = {bytes, bytes * taps};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(p.chunk), 1, static_cast<cuuint32_t>(p.columns)};
   const cuuint32_t steps[3] = {1, 1, 1};
-  return encode(&map, type_of(problem), 3, const_cast<void*>(tensor), dims, pitches, box, steps,
+  return encode(&map, operand_type_of(problem), 3, const_cast<void*>(tensor), dims, pitches, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }

@@ -79,6 +79,12 @@ int64_t shuffle_gemm_workspace(const Problem& problem, const void* input, const 
 cudaError_t launch_shuffle_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                                 void* output, void* workspace, cudaStream_t stream);
 
+// The same in 16 bits, channels_last, with weights of either layout (core/phase_pixels.h); compute capability 9.0. The
+// workspace, aligned to 256 bytes, holds what is not aligned to 16 bytes and weights that are contiguous.
+int64_t phase_pixels_workspace(const Problem& problem, const void* input, const void* weight);
+cudaError_t launch_phase_pixels(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                void* output, void* workspace, cudaStream_t stream);
+
 // The same in TF32, inputs by bulk tensor copies (core/phase_tf32.h).
 int64_t phase_tf32_workspace(const Problem& problem, const void* input);
 cudaError_t launch_phase_tf32(const Problem& problem, const void* input, const void* weight, const void* bias,

@@ -45,8 +45,14 @@ int64_t mirrored_input_gradient_workspace(const Problem& problem) {
   const Problem mirrored = mirrored_problem(problem);
   // A tensor that is not aligned needs most.
   const void* const unaligned = reinterpret_cast<const void*>(1);
-  return turned_bytes(problem) +
-         (problem.element_size() == 2 ? phase_tma_workspace(mirrored, unaligned) : flat_gemm_workspace(mirrored));
+  switch (mirrored_family(mirrored)) {
+    case MirroredFamily::kPhaseTma:
+      return turned_bytes(problem) + phase_tma_workspace(mirrored, unaligned);
+    case MirroredFamily::kPhaseTf32:
+      return turned_bytes(problem) + phase_tf32_workspace(mirrored, unaligned);
+    default:
+      return turned_bytes(problem) + flat_gemm_workspace(mirrored);
+  }
 }
 
 cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
@@ -68,9 +74,14 @@ cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* g
   if (error != cudaSuccess) return error;
   const Problem mirrored = mirrored_problem(problem);
   void* const rest = static_cast<char*>(workspace) + turned_bytes(problem);
-  return problem.element_size() == 2
-             ? launch_phase_tma(mirrored, grad_output, workspace, nullptr, grad_input, rest, stream)
-             : launch_flat_gemm(mirrored, grad_output, workspace, nullptr, grad_input, rest, stream);
+  switch (mirrored_family(mirrored)) {
+    case MirroredFamily::kPhaseTma:
+      return launch_phase_tma(mirrored, grad_output, workspace, nullptr, grad_input, rest, stream);
+    case MirroredFamily::kPhaseTf32:
+      return launch_phase_tf32(mirrored, grad_output, workspace, nullptr, grad_input, rest, stream);
+    default:
+      return launch_flat_gemm(mirrored, grad_output, workspace, nullptr, grad_input, rest, stream);
+  }
 }
 
 }  // namespace fastconvt::cuda
