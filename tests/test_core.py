@@ -187,7 +187,7 @@ OWN = [
     (
         "CONV_TRANSPOSE",
         ("reference_2d",),
-        ["row_tile", "gather", "rows_persistent", "phase_gemm", "flat_gemm"],
+        ["row_tile", "gather", "rows_persistent", "flat_gemm"],
         ["gather"],
     ),
     ("CONV_TRANSPOSE", ("reference_2d", "float32", False, True), ["rows", "gather"], ["gather"]),
@@ -202,7 +202,7 @@ OWN = [
     ("CONV_TRANSPOSE", ("fsrcnn_k9_s3",), ["phase_direct"], ["gather"]),
     ("CONV_TRANSPOSE", ("vocoder_k16_s8", "bfloat16"), ["overlap_add"], ["gather"]),
     ("CONV_TRANSPOSE", ("filter_bank_k64_s16", "bfloat16"), ["filter_bank", "overlap_add"], ["gather"]),
-    ("CONV_TRANSPOSE", ("dilation_of_the_stride", "bfloat16"), ["phase_tma", "phase_gemm"], ["gather", "direct"]),
+    ("CONV_TRANSPOSE", ("dilation_of_the_stride", "bfloat16"), ["phase_tma", "dense"], ["gather", "direct"]),
     ("CONV_TRANSPOSE", ("dense_k3_s1", "bfloat16", False, True), ["phase_pixels", "phase_tma"], ["gather"]),
     ("CONV_TRANSPOSE", ("channels_512_to_67", "float32", True, True), ["phase_tf32", "dense"], ["gather"]),
     ("CONV_TRANSPOSE", ("unequal_1d",), ["long_rows"], ["gather"]),

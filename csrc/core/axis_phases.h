@@ -9,6 +9,7 @@
 namespace fastconvt {
 
 inline constexpr int kMaxKernelTaps = 2048;  // what tables of taps hold
+inline constexpr int kMaxAxisStride = 32;    // what tables of phases hold
 
 // Outputs f, f + stride, ... have the taps first_tap, first_tap + tap_step, ...; tap number j of the output of a cell
 // reads the input at cell + shift - j * dilation / gcd(stride, dilation).

@@ -1,7 +1,7 @@
 // The flat GEMM family, float32 and TF32 on matrix units: what it can make, and how it divides a problem. Plain C++17.
 //
 // Along each axis an output is o = stride * cell + f, 0 <= f < stride, and the cells of one phase (f0, f1, f2) are an
-// implicit matrix product, as in core/phase_gemm.h. Here the cells of the whole batch are walked flat: along an inner
+// implicit matrix product, as in core/axis_phases.h. Here the cells of the whole batch are walked flat: along an inner
 // axis every line of cells is followed by a few padding positions, which the next line shares, so that a tap is one
 // offset into a flat list of positions, whatever line or batch entry it reaches, and a tile is any run of positions.
 // Along an outer axis there is no padding; every shift of it is staged anew. Which axes are inner is chosen by cost.
@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "phase_gemm.h"
+#include "axis_phases.h"
 #include "problem.h"
 
 namespace fastconvt {
@@ -44,7 +44,7 @@ struct FlatGemmAxis {
   int cells, units, classes, offset_step, tap_step;
   int pitch;   // positions of a line, as an inner axis
   int extent;  // of the shifts of a class, at most
-  FlatGemmAxisClass of[kPhaseGemmMaxStride];
+  FlatGemmAxisClass of[kMaxAxisStride];
 };
 
 inline FlatGemmAxis flat_gemm_axis(const Axis& axis, int units) {
@@ -60,7 +60,7 @@ inline FlatGemmAxis flat_gemm_axis(const Axis& axis, int units) {
     FlatGemmAxisClass& k = a.of[c];
     bool any = false;
     for (int u = 0; u < units && c * units + u < stride; ++u) {
-      const PhaseGemmPhase phase = phase_gemm_phase(axis, c * units + u);
+      const AxisPhase phase = axis_phase(axis, c * units + u);
       k.taps[u] = phase.num_taps, k.first_tap[u] = phase.first_tap, k.shift[u] = phase.shift;
       if (phase.num_taps == 0) continue;
       const int low = phase.shift - (phase.num_taps - 1) * a.offset_step;
@@ -281,10 +281,10 @@ inline std::string flat_gemm_refusal(const Problem& problem) {
   if (problem.in_channels_per_group() < 8 || problem.out_channels_per_group() < 8) {
     return "fewer than 8 channels a group";
   }
-  if (phase_gemm_is_empty(problem)) return "no elements";
+  if (has_no_elements(problem)) return "no elements";
   constexpr int64_t kLimit = int64_t{1} << 24;
   for (const Axis& axis : problem.axis) {
-    if (axis.stride > kPhaseGemmMaxStride) return "a stride of more than 32";
+    if (axis.stride > kMaxAxisStride) return "a stride of more than 32";
     if (axis.kernel > kFlatGemmMaxTaps || axis.padding >= kLimit || axis.dilation >= 4096) {
       return "a large kernel, dilation or padding";
     }

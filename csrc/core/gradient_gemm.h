@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <string>
 
-#include "phase_gemm.h"
+#include "problem.h"
 
 namespace fastconvt {
 

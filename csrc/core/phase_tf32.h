@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "axis_phases.h"
 #include "phase_tma.h"
 #include "problem.h"
 
@@ -231,17 +232,17 @@ inline std::string phase_tf32_refusal(const Problem& problem) {
   if (problem.in_channels_per_group() < 8 || problem.out_channels_per_group() < 8) {
     return "fewer than 8 channels a group";
   }
-  if (phase_gemm_is_empty(problem)) return "no elements";
+  if (has_no_elements(problem)) return "no elements";
   constexpr int64_t kLimit = int64_t{1} << 24;
   for (const Axis& axis : problem.axis) {
     if (axis.stride > kPhaseTmaMaxStride) return "a stride of more than 16";
-    if (axis.kernel > kPhaseGemmMaxTaps || axis.padding >= kLimit || axis.dilation >= kLimit ||
+    if (axis.kernel > kMaxKernelTaps || axis.padding >= kLimit || axis.dilation >= kLimit ||
         (axis.kernel - 1) * axis.dilation >= kLimit) {
       return "a large kernel, dilation or padding";
     }
     if (axis.in >= kLimit || axis.out() >= kLimit) return "an axis of 2^24 or more";
   }
-  if (problem.kernel_positions() > kPhaseGemmMaxTaps) return "a kernel of more than 2048 taps";
+  if (problem.kernel_positions() > kMaxKernelTaps) return "a kernel of more than 2048 taps";
   if (std::max(problem.in_channels, problem.out_channels) >= kLimit || problem.batch >= kLimit) {
     return "2^24 channels or batch entries";
   }

@@ -1,7 +1,7 @@
 // The 16-bit phase GEMM on tensor copies: what it can make, and the tile of a block. Plain C++17: no Torch, no CUDA.
 //
-// The same implicit matrix product as phase_gemm.h, a phase at a time: rows are cells, columns output channels, the
-// inner dimension input channels by the taps of the phase. One tensor copy brings a box of positions with its halo,
+// An implicit matrix product a phase (core/axis_phases.h): rows are cells, columns output channels, the inner dimension
+// input channels by the taps of the phase. One tensor copy brings a box of positions with its halo,
 // channels innermost, as shared memory is read by asynchronous products; a tap then is an offset, so kernel, stride,
 // padding and dilation are run-time data. Both operands stay in shared memory, so tiles are large.
 #pragma once
@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#include "phase_gemm.h"
+#include "axis_phases.h"
 #include "problem.h"
 
 namespace fastconvt {
@@ -57,7 +57,7 @@ inline PhaseTmaAxis phase_tma_axis(const Axis& axis) {
   bool any = false;
   for (int64_t f = 0; f < axis.stride && f < axis.out(); ++f) {
     if (f % 2 == 0) any = false;
-    const PhaseGemmPhase phase = phase_gemm_phase(axis, f);
+    const AxisPhase phase = axis_phase(axis, f);
     if (phase.num_taps == 0) continue;
     const int first = phase.shift - (phase.num_taps - 1) * step;
     low[0] = first, high[0] = phase.shift;
@@ -329,17 +329,17 @@ inline std::string phase_tma_refusal(const Problem& problem) {
   if (problem.in_channels_per_group() < 8 || problem.out_channels_per_group() < 8) {
     return "fewer than 8 channels a group";
   }
-  if (phase_gemm_is_empty(problem)) return "no elements";
+  if (has_no_elements(problem)) return "no elements";
   constexpr int64_t kLimit = int64_t{1} << 24;
   for (const Axis& axis : problem.axis) {
     if (axis.stride > kPhaseTmaMaxStride) return "a stride of more than 16";
-    if (axis.kernel > kPhaseGemmMaxTaps || axis.padding >= kLimit || axis.dilation >= kLimit ||
+    if (axis.kernel > kMaxKernelTaps || axis.padding >= kLimit || axis.dilation >= kLimit ||
         (axis.kernel - 1) * axis.dilation >= kLimit) {
       return "a large kernel, dilation or padding";
     }
     if (axis.in >= kLimit || axis.out() >= kLimit) return "an axis of 2^24 or more";
   }
-  if (problem.kernel_positions() > kPhaseGemmMaxTaps) return "a kernel of more than 2048 taps";
+  if (problem.kernel_positions() > kMaxKernelTaps) return "a kernel of more than 2048 taps";
   if (std::max(problem.in_channels, problem.out_channels) >= kLimit || problem.batch >= kLimit) {
     return "2^24 channels or batch entries";
   }

@@ -25,7 +25,6 @@
 #include "mirrored_gradient.h"
 #include "overlap_add.h"
 #include "phase_direct.h"
-#include "phase_gemm.h"
 #include "phase_pixels.h"
 #include "phase_tf32.h"
 #include "phase_tma.h"
@@ -276,8 +275,6 @@ const Row kTable[] = {
      family_cost<pixel_shuffle_cost_ms>},
     {CandidateId::kShuffleGemm, "shuffle_gemm", true, kForward, family_refusal<90, shuffle_gemm_refusal, 91>,
      family_cost<shuffle_gemm_cost_ms>},
-    {CandidateId::kPhaseGemm, "phase_gemm", true, kForward, family_refusal<90, phase_gemm_refusal, 91>,
-     family_cost<phase_gemm_cost_ms>},
     {CandidateId::kFlatGemm, "flat_gemm", true, kForward, family_refusal<90, flat_gemm_refusal, 91>,
      family_cost<flat_gemm_cost_ms>},
     {CandidateId::kPhaseTma, "phase_tma", true, kForward, family_refusal<90, phase_tma_refusal, 91>,

@@ -32,7 +32,6 @@ enum class CandidateId {
   kFilterBank,
   kPixelShuffle,
   kShuffleGemm,
-  kPhaseGemm,
   kFlatGemm,
   kPhaseTma,
   kPhaseTf32,

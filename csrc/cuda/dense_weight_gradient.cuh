@@ -5,6 +5,7 @@
 
 #include "dense_gradient_copy.cuh"
 #include "dense_gradient_product.cuh"
+#include "device/registers.cuh"
 
 namespace fastconvt::cuda {
 
@@ -289,20 +290,6 @@ __device__ __forceinline__ void consume_dense_weight(const DenseParams& p, const
     const auto& s = sums[i / kColumns][i % kColumns];
     partial[i * 32] = make_float4(s[0], s[1], s[2], s[3]);
   }
-}
-
-// Registers of the threads of a warpgroup, from here on (compute capability 9.0a).
-template <int kCount>
-__device__ __forceinline__ void raise_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-#endif
-}
-template <int kCount>
-__device__ __forceinline__ void lower_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-#endif
 }
 
 // kProducers: warps that copy.

@@ -151,10 +151,6 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
     const Tensor counter = workspace(call.input, rows_persistent_workspace(problem));
     return launch_rows_persistent(problem, input, weight, bias, output, counter.mutable_data_ptr(), stream);
   }
-  if (candidate == CandidateId::kPhaseGemm) {
-    const Tensor packed = workspace(call.input, phase_gemm_workspace(problem, input));
-    return launch_phase_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
-  }
   if (candidate == CandidateId::kPhaseTma) {
     const Tensor packed = workspace(call.input, phase_tma_workspace(problem, input));
     return launch_phase_tma(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);

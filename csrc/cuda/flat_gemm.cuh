@@ -2,9 +2,9 @@
 // two load what all items need.
 #pragma once
 
+#include "device/registers.cuh"
 #include "flat_gemm_load.cuh"
 #include "flat_gemm_store.cuh"
-#include "phase_gemm.cuh"
 
 namespace fastconvt::cuda {
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, uns
 template <bool kThree, bool kChannelsLast, bool kSplit>
 __global__ void __launch_bounds__(kFlatGemmThreads<kThree>, 1)
     flat_gemm_kernel(const __grid_constant__ FlatGemmParams p) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   extern __shared__ unsigned char unaligned[];
   unsigned char* const shared = unaligned + (-shared_address(unaligned) & 1023);
   if (threadIdx.x == 0) {
@@ -148,10 +148,10 @@ __global__ void __launch_bounds__(kFlatGemmThreads<kThree>, 1)
   }
   __syncthreads();
   if (threadIdx.x < 2 * kFlatGemmGroup) {
-    take_registers<kThree ? 216 : kSplit && !kChannelsLast ? 176 : 168>();
+    raise_registers<kThree ? 216 : kSplit && !kChannelsLast ? 176 : 168>();
     multiply_flat_items<kThree, kChannelsLast, kSplit>(p, shared);
   } else {
-    give_registers<kThree ? 72 : kSplit && !kChannelsLast ? 80 : 88>();
+    lower_registers<kThree ? 72 : kSplit && !kChannelsLast ? 80 : 88>();
     load_items<kThree, kChannelsLast, kSplit>(p, threadIdx.x - 2 * kFlatGemmGroup, shared);
   }
 #endif

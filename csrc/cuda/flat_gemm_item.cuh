@@ -1,10 +1,11 @@
 // What a block of the flat GEMM works on.
 #pragma once
 
+#include "device/barrier.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 #include "flat_gemm_params.h"
-#include "phase_gemm_barrier.cuh"
 
 namespace fastconvt::cuda {
 

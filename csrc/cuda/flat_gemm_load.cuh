@@ -4,7 +4,6 @@
 #pragma once
 
 #include "flat_gemm_item.cuh"
-#include "phase_gemm_product.cuh"
 
 namespace fastconvt::cuda {
 

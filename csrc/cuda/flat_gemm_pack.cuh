@@ -1,6 +1,7 @@
 // Brings weights into the order and the swizzled lines in which the flat GEMM's blocks copy them.
 #pragma once
 
+#include "device/tf32.cuh"
 #include "flat_gemm_load.cuh"
 
 namespace fastconvt::cuda {

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint64_t line_operand(uint32_t address) {
 // d = d * keep + weights * cells, in flight until wgmma_wait().
 template <bool kKeep = true>
 __device__ __forceinline__ void start_product(FlatGemmSums& d, uint64_t weights, uint64_t cells) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   asm volatile(
       "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"

@@ -42,13 +42,6 @@ __device__ __forceinline__ uint64_t positions_operand(uint32_t form, uint32_t st
   return static_cast<uint64_t>(form) << 32 | (start & 0x3fff) | 1u << 16;
 }
 
-#define FASTCONVT_SUM1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define FASTCONVT_SUM2 FASTCONVT_SUM1(0), FASTCONVT_SUM1(1)
-#define FASTCONVT_SUM4 FASTCONVT_SUM2, FASTCONVT_SUM1(2), FASTCONVT_SUM1(3)
-#define FASTCONVT_SUM8 FASTCONVT_SUM4, FASTCONVT_SUM1(4), FASTCONVT_SUM1(5), FASTCONVT_SUM1(6), FASTCONVT_SUM1(7)
-#define FASTCONVT_REGS8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define FASTCONVT_REGS16 FASTCONVT_REGS8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define FASTCONVT_REGS32 FASTCONVT_REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FASTCONVT_PRODUCT(shape, types, regs, sums, a0, a1, a2, a3, b)                                              \
   asm volatile("wgmma.mma_async.sync.aligned." shape ".f32." types " {" regs "}, {" a0 "," a1 "," a2 "," a3 "}, " b \
                ", 1, 1, 1, 1;"                                                                                      \
@@ -76,13 +69,6 @@ __device__ __forceinline__ void start_positions(float (&d)[kColumnTiles][4], con
 #endif
 }
 
-#undef FASTCONVT_SUM1
-#undef FASTCONVT_SUM2
-#undef FASTCONVT_SUM4
-#undef FASTCONVT_SUM8
-#undef FASTCONVT_REGS8
-#undef FASTCONVT_REGS16
-#undef FASTCONVT_REGS32
 #undef FASTCONVT_PRODUCT
 #undef FASTCONVT_PRODUCTS
 

@@ -55,14 +55,8 @@ cudaError_t launch_filter_bank(const Problem& problem, const void* input, const 
 cudaError_t launch_pixel_shuffle(const Problem& problem, const void* input, const void* weight, const void* bias,
                                  void* output, cudaStream_t stream);
 
-// The same on matrix units for any taps (core/phase_gemm.h), for 8 channels a group and more; compute capability 9.0.
-// The workspace, aligned to 256 bytes, holds packed weights, and packed inputs where they cannot be read as they lie.
-int64_t phase_gemm_workspace(const Problem& problem, const void* input);
-cudaError_t launch_phase_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
-                              void* output, void* workspace, cudaStream_t stream);
-
-// The same in float32 as three TF32 products, and in TF32, for 8 channels a group and more (core/flat_gemm.h);
-// compute capability 9.0. The workspace is device memory, aligned to 16 bytes.
+// The same for any taps in float32, as three TF32 products, and in TF32, for 8 channels a group and more
+// (core/flat_gemm.h); compute capability 9.0. The workspace is device memory, aligned to 16 bytes.
 int64_t flat_gemm_workspace(const Problem& problem);
 cudaError_t launch_flat_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                              void* output, void* workspace, cudaStream_t stream);
@@ -156,8 +150,8 @@ int64_t dense_weight_gradient_workspace(const Problem& problem);
 cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
-// The input's gradient of a layer without strides, by the forward kernels (core/mirrored_gradient.h); compute capability
-// 9.0. The workspace is aligned to 256 bytes.
+// The input's gradient of a layer without strides, by the forward kernels (core/mirrored_gradient.h); compute
+// capability 9.0. The workspace is aligned to 256 bytes.
 int64_t mirrored_input_gradient_workspace(const Problem& problem);
 cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                            void* grad_input, void* workspace, cudaStream_t stream);

@@ -45,7 +45,7 @@ PhaseTf32AxisParams axis_params(const Axis& axis, const PhaseTf32Tile& t, int a,
   p.phases = fast_divide(phases);
   int before = 0, slot = 0;
   for (int f = 0; f < p.stride; ++f) {
-    const PhaseGemmPhase phase = phase_gemm_phase(axis, f);
+    const AxisPhase phase = axis_phase(axis, f);
     const bool used = phase.num_taps > 0 && f < axis.out();
     p.phase[f] = {phase.shift,
                   static_cast<short>(phase.num_taps),

@@ -146,7 +146,7 @@ __device__ __forceinline__ void copy_tasks(const PhaseTf32Shared& shared, const 
   const PhaseTf32Barriers barriers{base};
   const bool shares = p.split != PhaseTmaSplit::kCells;  // both warpgroups have weights of their own
   wait_for_previous_grid();                              // for the packed tensors
-  PhaseGemmRing ring, stages, buffers;
+  BarrierRing ring, stages, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTf32Task& task = shared.tasks()[ring.place];
@@ -185,8 +185,8 @@ __device__ __forceinline__ void copy_tasks(const PhaseTf32Shared& shared, const 
 template <int kSteps, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_pass(const PhaseTf32Params& p, uint32_t base, const PhaseTf32Walk& walk,
                                               int count, int taps, uint32_t row_form, uint32_t column_form,
-                                              const uint32_t (&cells)[kRowTiles], int part, PhaseGemmRing& stages,
-                                              PhaseGemmRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
+                                              const uint32_t (&cells)[kRowTiles], int part, BarrierRing& stages,
+                                              BarrierRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
   const PhaseTf32Barriers barriers{base};
   const bool arrives = threadIdx.x % 32 == 0;
   uint32_t done_stage = 0, done_buffer = 0;  // barriers of what the tap before was the last to read
@@ -293,7 +293,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTf32Shared& shared, in
     find_rows(p, first_cell, rows);
   }
   bool finite = true, constant = true, stored = false;  // of the item so far
-  PhaseGemmRing ring, stages, buffers;
+  BarrierRing ring, stages, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTf32Task& task = shared.tasks()[ring.place];
@@ -352,7 +352,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTf32Shared& shared, in
 template <int kRowTiles, int kColumnTiles, int kWarpgroups, bool kContiguous>
 __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
     phase_tf32_kernel(const __grid_constant__ PhaseTf32Params p, const __grid_constant__ CUtensorMap map) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   static_assert(sizeof(PhaseTf32Task) <= kPhaseTf32TaskBytes);
   extern __shared__ unsigned char unaligned_bytes[];
   __shared__ int not_finite;

@@ -1,6 +1,7 @@
 // Brings weights, and contiguous inputs, into the layout that the phase GEMM's copies read.
 #pragma once
 
+#include "device/tf32.cuh"
 #include "phase_tf32_store.cuh"
 
 namespace fastconvt::cuda {

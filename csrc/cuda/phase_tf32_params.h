@@ -7,7 +7,7 @@
 
 namespace fastconvt::cuda {
 
-// A phase along an axis, as in core/phase_gemm.h.
+// A phase along an axis, as in core/axis_phases.h.
 struct PhaseTf32PhaseParams {
   int shift;  // of the first tap
   short taps;

@@ -3,7 +3,11 @@
 
 #include <cuda.h>
 
-#include "phase_gemm_wgmma.cuh"
+#include "device/barrier.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/numeric.cuh"
+#include "device/shared_address.cuh"
+#include "device/wgmma.cuh"
 #include "phase_tf32_params.h"
 
 namespace fastconvt::cuda {
@@ -11,7 +15,7 @@ namespace fastconvt::cuda {
 // A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, const int (&at)[5],
                                          uint32_t barrier) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7];"
@@ -47,7 +51,7 @@ __device__ __forceinline__ uint64_t line_of(uint32_t form, uint32_t start) {
 template <int kColumnTiles>
 __device__ __forceinline__ void start_tf32_product(float (&d)[kColumnTiles][4], uint64_t rows, uint64_t columns,
                                                    int add) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   if constexpr (kColumnTiles == 4) {
     FASTCONVT_TF32_PRODUCT("m64n32k8", FASTCONVT_REGS16, FASTCONVT_SUM4, "%16", "%17", "%18");
   } else if constexpr (kColumnTiles == 8) {

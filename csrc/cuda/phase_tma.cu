@@ -46,7 +46,7 @@ PhaseTmaAxisParams axis_params(const Axis& axis, const PhaseTmaTile& t, int a, i
   p.phases = fast_divide(phases);
   int before = 0, slot = 0;
   for (int f = 0; f < p.stride; ++f) {
-    const PhaseGemmPhase phase = phase_gemm_phase(axis, f);
+    const AxisPhase phase = axis_phase(axis, f);
     const bool used = phase.num_taps > 0 && f < axis.out();
     p.phase[f] = {phase.shift,
                   static_cast<short>(phase.num_taps),

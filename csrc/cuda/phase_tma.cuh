@@ -146,7 +146,7 @@ __device__ __forceinline__ void copy_tasks(const PhaseTmaShared& shared, const C
   const PhaseTmaBarriers barriers{base};
   const bool shares = p.split != PhaseTmaSplit::kCells;  // both warpgroups have weights of their own
   wait_for_previous_grid();                              // for the packed tensors
-  PhaseGemmRing ring, stages, buffers;
+  BarrierRing ring, stages, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTmaTask& task = shared.tasks()[ring.place];
@@ -185,8 +185,8 @@ __device__ __forceinline__ void copy_tasks(const PhaseTmaShared& shared, const C
 template <typename T, int kSteps, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_pass(const PhaseTmaParams& p, uint32_t base, const PhaseTmaWalk& walk,
                                               int count, int taps, uint32_t row_form, uint32_t column_form,
-                                              const uint32_t (&cells)[kRowTiles], int part, PhaseGemmRing& stages,
-                                              PhaseGemmRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
+                                              const uint32_t (&cells)[kRowTiles], int part, BarrierRing& stages,
+                                              BarrierRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
   const PhaseTmaBarriers barriers{base};
   const bool arrives = threadIdx.x % 32 == 0;
   uint32_t done_stage = 0, done_buffer = 0;  // barriers of what the tap before was the last to read
@@ -295,7 +295,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
     find_rows(p, first_cell, rows);
   }
   bool finite = true, constant = true, stored = false;  // of the item so far
-  PhaseGemmRing ring, stages, buffers;
+  BarrierRing ring, stages, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhaseTmaTask& task = shared.tasks()[ring.place];
@@ -355,7 +355,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
 template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups>
 __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
     phase_tma_kernel(const __grid_constant__ PhaseTmaParams p, const __grid_constant__ CUtensorMap map) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   static_assert(sizeof(PhaseTmaTask) <= kPhaseTmaTaskBytes);
   extern __shared__ unsigned char unaligned_bytes[];
   __shared__ int not_finite;

@@ -3,7 +3,11 @@
 
 #include <cuda.h>
 
-#include "phase_gemm_wgmma.cuh"
+#include "device/barrier.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/numeric.cuh"
+#include "device/shared_address.cuh"
+#include "device/wgmma.cuh"
 #include "phase_tma_params.h"
 
 namespace fastconvt::cuda {
@@ -11,7 +15,7 @@ namespace fastconvt::cuda {
 // A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
 __device__ __forceinline__ void tensor_load(uint32_t target, const CUtensorMap* map, const int (&at)[5],
                                             uint32_t barrier) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7];"
@@ -55,7 +59,7 @@ __device__ __forceinline__ uint64_t operand(uint32_t form, uint32_t start) {
 template <typename T, int kColumnTiles>
 __device__ __forceinline__ void start_shared_product(float (&d)[kColumnTiles][4], uint64_t rows, uint64_t columns,
                                                      int add) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   if constexpr (std::is_same_v<T, __half>) {
     FASTCONVT_BOTH_SHAREDS("f16.f16")
   } else {
@@ -66,7 +70,7 @@ __device__ __forceinline__ void start_shared_product(float (&d)[kColumnTiles][4]
 
 // Four 8 x 8 matrices of 16-bit elements, transposed: a lane gives the address of a row.
 __device__ __forceinline__ void store_four_transposed(uint32_t address, const uint32_t (&r)[4]) {
-#ifdef FASTCONVT_PHASE_GEMM
+#ifdef FASTCONVT_WGMMA
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");

@@ -59,4 +59,12 @@ __device__ __forceinline__ void bulk_load(uint32_t target, const void* source, i
 #endif
 }
 
+// A place in a ring of barriers, and how often it went round: the parity to wait for.
+struct BarrierRing {
+  int place = 0, parity = 0;
+  __device__ __forceinline__ void advance(int places) {
+    if (++place == places) place = 0, parity ^= 1;
+  }
+};
+
 }  // namespace fastconvt::cuda

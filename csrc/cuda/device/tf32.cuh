@@ -18,6 +18,14 @@ __device__ __forceinline__ void split_tf32_rounded(float x, float& high, float& 
   low = x - high;
 }
 
+// To nearest, halves away from zero.
+__device__ __forceinline__ uint32_t rounded_tf32(uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(x) : "f"(__uint_as_float(x)));
+#endif
+  return x;
+}
+
 // d += a * b: 16 x 8 by 8 x 8. With g = lane / 4 and t = lane % 4, a lane holds a[g][t], a[g + 8][t], a[g][t + 4],
 // a[g + 8][t + 4]; b[t][g], b[t + 4][g]; d[g][2 t], d[g][2 t + 1], d[g + 8][2 t], d[g + 8][2 t + 1].
 // NOTE: the hardware drops the bits below a TF32 number's of what it multiplies, and truncates where it adds.
