@@ -190,7 +190,8 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
   // Without strides in channels_last, by 64 output channels at a time or, better, by 128.
   if (direct && tile == 32 && p.groups == 1 && !volume && strides == 1) {
     const double padded = double(round_up(out, int64_t{64})) / double(out);
-    return rate.start + (out % 128 == 0 ? 1.1 : 1.5) * padded * ms(2 * p.macs(), operations) + 0.3 * (inputs + outputs);
+    const double times = (p.element_size() == 2 ? 1.1 : 1.25) * (out % 128 == 0 ? 1 : 1.35);
+    return rate.start + times * padded * ms(2 * p.macs(), operations) + 0.3 * (inputs + outputs);
   }
   return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
 }
