@@ -31,7 +31,6 @@ struct PixelShuffleTile {
   int stage_steps;     // of them, in a stage; a power of two
   int stages;          // in the ring
   bool staggered;      // two groups of warps, so that one stores while the other multiplies
-  bool wide;           // products of four warps together
   bool streamed;       // weights come with the inputs, else all of the chunk's stay
   int input_pitch, stage_bytes;
   int stage_weights;               // streamed: where they begin in a stage
@@ -42,13 +41,6 @@ struct PixelShuffleTile {
 };
 
 inline bool pixel_shuffle_splits(const Problem& p) { return p.dtype == DType::kFloat32 && !p.allow_tf32; }
-
-// Whether products of four warps together can read the inputs as they are, if the tensor is aligned to 16 bytes. In
-// TF32 they cannot: the unit truncates, and inputs must be rounded to nearest.
-inline bool pixel_shuffle_goes_wide(const Problem& p) {
-  return p.element_size() == 2 &&
-         (p.layout == Layout::kChannelsLast ? p.in_channels_per_group() : p.in_positions()) % 8 == 0;
-}
 
 // Tiles of 8 positions that a warp makes at a time: float32 by three products has two sets of sums.
 inline int pixel_shuffle_tiles_n(const Problem& p) { return pixel_shuffle_splits(p) ? 4 : 8; }
@@ -65,20 +57,13 @@ inline bool pixel_shuffle_finish(const Problem& problem, PixelShuffleTile& t) {
   t.tiles_m = kPixelShuffleTilesM * t.warps_m * t.rounds;
   t.positions = 8 * pixel_shuffle_tiles_n(problem) * (t.warps / t.warps_m);
   t.steps = static_cast<int>(ceil_div(problem.in_channels_per_group() * size, int64_t{32}));
-  if (t.wide) {
-    if (t.streamed || t.warps_m != 4 || t.stage_steps % 4 != 0 || !pixel_shuffle_goes_wide(problem)) return false;
-    t.steps = round_up(t.steps, 4);
-    if (t.stage_steps > t.steps) return false;
-  }
   // The first group needs a whole tile that the other one has not released.
   if (t.staggered && (t.streamed || t.warps != 8 || t.stages * t.stage_steps < t.steps)) return false;
   if (t.rounds > 1 && (t.streamed || t.stage_steps < t.steps)) return false;
   // Rows of 16 bytes modulo 32 (or of 8 words modulo 32) keep the banks of a load apart.
   const int skew = size == 4 ? 32 : 16, step_channels = 32 / size;
   t.input_pitch = channels_last ? t.stage_steps * 32 + 16 : t.positions * size + skew;
-  t.stage_bytes = t.wide          ? t.positions * t.stage_steps * 32
-                  : channels_last ? t.positions * t.input_pitch
-                                  : t.stage_steps * step_channels * t.input_pitch;
+  t.stage_bytes = channels_last ? t.positions * t.input_pitch : t.stage_steps * step_channels * t.input_pitch;
   t.weight_pitch = t.tiles_m * 16 * size + skew;
   const int weight_step = step_channels * t.weight_pitch;
   int64_t weight_bytes = int64_t{t.steps} * t.tiles_m * 512;
@@ -87,8 +72,6 @@ inline bool pixel_shuffle_finish(const Problem& problem, PixelShuffleTile& t) {
     t.stage_bytes = round_up(t.stage_bytes + t.stage_steps * weight_step, 16);
     weight_bytes = int64_t{2} * t.stage_steps * t.tiles_m * 512;
   } else {
-    // Wide: one more step of weights than fits costs little.
-    if (t.wide) t.stage_bytes = round_up(round_up(t.stage_bytes, weight_step), 1024);
     t.weight_steps = t.stage_bytes / weight_step;
     if (t.weight_steps == 0) return false;
   }
@@ -117,8 +100,8 @@ inline bool pixel_shuffle_finish(const Problem& problem, PixelShuffleTile& t) {
 inline bool pixel_shuffle_fit(const Problem& problem, PixelShuffleTile& t) {
   const int64_t steps = ceil_div(problem.in_channels_per_group() * problem.element_size(), int64_t{32});
   for (const int least : {3, 2}) {
-    for (t.stage_steps = 8; t.stage_steps >= (t.wide ? 4 : 1); t.stage_steps /= 2) {
-      if (!t.wide && t.stage_steps >= 2 * steps) continue;
+    for (t.stage_steps = 8; t.stage_steps >= 1; t.stage_steps /= 2) {
+      if (t.stage_steps >= 2 * steps) continue;
       t.stages = least;
       if (!pixel_shuffle_finish(problem, t)) continue;
       const int spare = static_cast<int>(kPixelShuffleShared) - t.shared_bytes;
@@ -151,7 +134,7 @@ inline double pixel_shuffle_estimate(const Problem& problem, const PixelShuffleT
   const double chunks = double(problem.groups * ceil_div(problem.out_channels_per_group(), int64_t{t.channels}));
   const double tiles = std::ceil(double(problem.batch * problem.in_positions()) / t.positions);
   const bool split = pixel_shuffle_splits(problem), two = t.warps == 8;
-  const double step = t.wide ? (two ? 270 : 300) : split ? (two ? 690 : 400) : (two ? 460 : 340);
+  const double step = split ? (two ? 690 : 400) : (two ? 460 : 340);
   const double parts = std::ceil(double(t.steps) / t.stage_steps);
   double part = 250;
   if (t.streamed) part += 400 + 125.0 * std::ceil(2.0 * t.tiles_m / t.warps) * t.stage_steps / (size == 4 ? 1.5 : 2);
@@ -169,11 +152,10 @@ inline double pixel_shuffle_estimate(const Problem& problem, const PixelShuffleT
   return 0.0025 + std::max(cycles / kCyclesPerMs, problem.bytes() / 3.9e9 + 0.004);
 }
 
-// The best of a few tiles; false if none fits. Its cost in milliseconds. `aligned`: the input is, to 16 bytes.
-inline bool pixel_shuffle_tile(const Problem& problem, bool aligned, PixelShuffleTile& best, double& cost) {
+// The best of a few tiles; false if none fits. Its cost in milliseconds.
+inline bool pixel_shuffle_tile(const Problem& problem, PixelShuffleTile& best, double& cost) {
   const int64_t taps = problem.kernel_positions(), channels = problem.out_channels_per_group();
   const int64_t vector = problem.layout == Layout::kChannelsLast ? 16 / problem.element_size() : 1;
-  const bool goes_wide = aligned && pixel_shuffle_goes_wide(problem);
   bool found = false;
   for (const auto& [warps, warps_m] : {std::pair{8, 1}, {8, 2}, {8, 4}, {4, 1}, {4, 2}, {4, 4}}) {
     for (int rounds = 1; rounds <= 4; rounds *= 2) {
@@ -182,11 +164,10 @@ inline bool pixel_shuffle_tile(const Problem& problem, bool aligned, PixelShuffl
       int64_t chunk = std::max<int64_t>(1, rows / taps);
       if (chunk < channels && chunk >= vector) chunk -= chunk % vector;
       if (chunk >= channels) chunk = channels;
-      for (const int way : {0, 1, 2}) {
+      for (const bool streamed : {false, true}) {
         PixelShuffleTile t{};
         t.warps = warps, t.warps_m = warps_m, t.channels = static_cast<int>(chunk);
-        t.streamed = way == 1, t.wide = way == 2;
-        if (t.wide && (!goes_wide || warps_m != 4)) break;
+        t.streamed = streamed;
         if (!pixel_shuffle_fit(problem, t)) continue;
         const double ms = pixel_shuffle_estimate(problem, t);
         if (!found || ms < cost) best = t, cost = ms;
@@ -195,15 +176,14 @@ inline bool pixel_shuffle_tile(const Problem& problem, bool aligned, PixelShuffl
     }
   }
   // Worth it where the ring has room for the distance, and a block has tiles enough.
-  best.staggered = found && best.warps == 8 && !best.streamed && !best.wide &&
-                   best.stages * best.stage_steps * 4 >= best.steps * 5 &&
+  best.staggered = found && best.warps == 8 && !best.streamed && best.stages * best.stage_steps * 4 >= best.steps * 5 &&
                    problem.batch * problem.in_positions() * problem.groups * channels >=
                        int64_t{132 * 6} * best.positions * best.channels;
   return found;
 }
 
 // "" if the family can make the call, else a reason. `tile` and `cost` are set where it is "".
-inline std::string pixel_shuffle_refusal(const Problem& problem, bool aligned, PixelShuffleTile& tile, double& cost) {
+inline std::string pixel_shuffle_refusal(const Problem& problem, PixelShuffleTile& tile, double& cost) {
   if (problem.dtype == DType::kFloat64) return "float64";
   for (const Axis& axis : problem.axis) {
     if (axis.kernel != axis.stride) return "kernel and stride differ";
@@ -218,7 +198,7 @@ inline std::string pixel_shuffle_refusal(const Problem& problem, bool aligned, P
   if (double(problem.in_channels) * double(problem.out_channels) * double(problem.kernel_positions()) >= kLimit) {
     return "a weight of 2^30 elements";
   }
-  if (problem.kernel_positions() > 4096 || !pixel_shuffle_tile(problem, aligned, tile, cost)) {
+  if (problem.kernel_positions() > 4096 || !pixel_shuffle_tile(problem, tile, cost)) {
     return "too many taps or input channels for shared memory";
   }
   return "";
@@ -226,14 +206,14 @@ inline std::string pixel_shuffle_refusal(const Problem& problem, bool aligned, P
 inline std::string pixel_shuffle_refusal(const Problem& problem) {
   PixelShuffleTile tile;
   double cost;
-  return pixel_shuffle_refusal(problem, true, tile, cost);
+  return pixel_shuffle_refusal(problem, tile, cost);
 }
 
 // Milliseconds on an H200, roughly, of a problem that is not refused.
 inline double pixel_shuffle_cost_ms(const Problem& problem) {
   PixelShuffleTile tile;
   double cost = 0;
-  return pixel_shuffle_tile(problem, true, tile, cost) ? cost : 1e9;
+  return pixel_shuffle_tile(problem, tile, cost) ? cost : 1e9;
 }
 
 }  // namespace fastconvt

@@ -109,18 +109,10 @@ cudaError_t launch(const PixelShuffleParams& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename T, PixelShufflePrecision kPrecision, bool kChannelsLast, bool kStreamed>
-cudaError_t dispatch_width(const PixelShuffleParams& p, cudaStream_t stream) {
-  if constexpr (!kStreamed && sizeof(T) == 2) {
-    if (p.tile.wide) return launch<PixelShuffleTraits<T, kPrecision, kChannelsLast, kStreamed, true>>(p, stream);
-  }
-  return launch<PixelShuffleTraits<T, kPrecision, kChannelsLast, kStreamed, false>>(p, stream);
-}
-
 template <typename T, PixelShufflePrecision kPrecision, bool kChannelsLast>
 cudaError_t dispatch_weights(const PixelShuffleParams& p, cudaStream_t stream) {
-  if (p.tile.streamed) return dispatch_width<T, kPrecision, kChannelsLast, true>(p, stream);
-  return dispatch_width<T, kPrecision, kChannelsLast, false>(p, stream);
+  if (p.tile.streamed) return launch<PixelShuffleTraits<T, kPrecision, kChannelsLast, true>>(p, stream);
+  return launch<PixelShuffleTraits<T, kPrecision, kChannelsLast, false>>(p, stream);
 }
 
 template <typename T, PixelShufflePrecision kPrecision>
@@ -144,8 +136,7 @@ cudaError_t launch_pixel_shuffle(const Problem& problem, const void* input, cons
   if (problem.out_elements() == 0) return cudaSuccess;
   PixelShuffleTile tile;
   double cost = 0;
-  const bool aligned = reinterpret_cast<uintptr_t>(input) % 16 == 0;
-  if (!pixel_shuffle_refusal(problem, aligned, tile, cost).empty()) return cudaErrorNotSupported;
+  if (!pixel_shuffle_refusal(problem, tile, cost).empty()) return cudaErrorNotSupported;
   return launch_pixel_shuffle_tile(problem, tile, input, weight, bias, output, stream);
 }
 

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
     pixel_shuffle_kernel(const __grid_constant__ PixelShuffleParams p,
                          const PixelShuffleEpilogue<typename Traits::T> epilogue) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(1024) char pixel_shuffle_memory[];
+  extern __shared__ __align__(16) char pixel_shuffle_memory[];
   const uint32_t shared = shared_address(pixel_shuffle_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known to be uniform
   if (threadIdx.x == 0) PixelShuffleFeed<Traits>::init(p, shared);
@@ -64,7 +64,6 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
       feed.release();
     }
   }
-  if constexpr (Traits::kWide) fence_shared_writes();
   pixel_shuffle_sync(threads);
   const int warp_m = warp % p.tile.warps_m, warp_n = warp / p.tile.warps_m;
   const int parts = (p.tile.steps + p.tile.stage_steps - 1) / p.tile.stage_steps;
@@ -96,9 +95,7 @@ __global__ void __launch_bounds__(kPixelShuffleMaxThreads, 1)
         } else {
           packed = shared + first_step * step_bytes;
         }
-        if constexpr (Traits::kWide) {
-          product.add_wide(packed + first_tile / 16 * (4 * 8192), inputs, steps, p.tile.positions, sum);
-        } else if constexpr (Traits::kSplit) {
+        if constexpr (Traits::kSplit) {
           product.add_split(packed + left, inputs, steps, sum);
         } else {
           if (Traits::kStreamed || part == 0) product.load(packed + left, inputs, operands);

@@ -113,14 +113,8 @@ class PixelShuffleFeed {
     }
   }
 
-  // Bytes from a row of a stage to the next one.
-  __device__ int row_pitch() const { return Traits::kWide ? 128 : p.tile.input_pitch; }
-  // Where the thread's first copy goes, `byte` of its row. The wide products read rows of 128 bytes whose vectors stand
-  // where the row's number modulo 8 says; all rows of a thread have the same, as its copies are of 16 bytes.
-  __device__ int place(const PixelShuffleShare& share, int byte) const {
-    if constexpr (!Traits::kWide) return share.row * p.tile.input_pitch + byte;
-    return byte / 128 * (rows() * 128) + share.row * 128 + (byte % 128 ^ share.row % 8 * 16);
-  }
+  // Where the thread's first copy goes, `byte` of its row.
+  __device__ int place(const PixelShuffleShare& share, int byte) const { return share.row * p.tile.input_pitch + byte; }
 
   template <int kBytes>
   __device__ __forceinline__ void copy_part(const PixelShuffleShare& share, int tile, int part, uint32_t stage) {
@@ -134,7 +128,7 @@ class PixelShuffleFeed {
       }
       const int left =
           Traits::kChannelsLast ? (channel + column * kElements < p.group_in ? exist : 0) : exist - channel;
-      share.template copy<kBytes>(to, row_pitch(), from, pitch() * Traits::kSize, left, source);
+      share.template copy<kBytes>(to, p.tile.input_pitch, from, pitch() * Traits::kSize, left, source);
       to += kPixelShuffleProducers * kBytes;
     }
     from += p.tile.stage_steps * Traits::kStepChannels * (Traits::kChannelsLast ? 1 : pitch());

@@ -1,11 +1,44 @@
 // A warp's products: 64 rows by kPositions positions, 32 bytes of input channels a step.
 #pragma once
 
-#include "pixel_shuffle_wide.cuh"
+#include "pixel_shuffle_weights.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+
+// To the nearest TF32 number: the unit would truncate.
+__device__ __forceinline__ void pixel_shuffle_round_input(uint32_t& x) {
+  asm volatile("cvt.rna.tf32.f32 %0, %1;" : "=r"(x) : "f"(__uint_as_float(x)));
+}
+
+// sum = left * right + start.
+template <typename T>
+__device__ __forceinline__ void pixel_shuffle_multiply(float (&sum)[4], const uint32_t (&left)[4],
+                                                       const uint32_t (&right)[2], const float (&start)[4]) {
+  if constexpr (sizeof(T) == 4) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
+          "f"(start[1]), "f"(start[2]), "f"(start[3]));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
+          "f"(start[1]), "f"(start[2]), "f"(start[3]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};"
+        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]), "f"(start[0]),
+          "f"(start[1]), "f"(start[2]), "f"(start[3]));
+  }
+}
 
 template <class Traits>
 class PixelShuffleProduct {
@@ -19,9 +52,7 @@ class PixelShuffleProduct {
   __device__ PixelShuffleProduct(const PixelShuffleParams& p, int first, bool apart)
       : step_bytes(p.tile.tiles_m * 512), pitch(p.tile.input_pitch) {
     const int lane = threadIdx.x % 32;
-    if constexpr (Traits::kWide) {
-      right_lane = Traits::kChannelsLast ? first * 128 : first / 64 * p.tile.stage_steps * 2048;
-    } else if constexpr (Traits::kChannelsLast) {
+    if constexpr (Traits::kChannelsLast) {
       right_lane = (first + lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16;
     } else if constexpr (Traits::kSize == 2) {
       right_lane = (lane % 16) * pitch + (first + lane / 16 * 8) * 2;
@@ -57,29 +88,6 @@ class PixelShuffleProduct {
         round_inputs(odd);
         multiply(odd, sum);
       }
-    }
-  }
-
-  // The same for a stage of wide products. `weights` are its first step and the round's first 64 rows.
-  __device__ __forceinline__ void add_wide(uint32_t weights, uint32_t inputs, int steps, int positions,
-                                           Sums& sum) const {
-    inputs += right_lane;
-    fence_shared_writes();
-#pragma unroll 1
-    for (int first = 0; first < steps; first += 4) {
-      pixel_shuffle_pin(sum);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-#pragma unroll
-        for (int i = 0; i < kTilesM; ++i) {
-          pixel_shuffle_wide<T, Traits::kChannelsLast>(sum[i], weights + i * 8192 + step * 32,
-                                                       inputs + step * (Traits::kChannelsLast ? 32 : 2048));
-        }
-      wgmma_commit();
-      wgmma_wait<0>();
-      pixel_shuffle_pin(sum);
-      weights += 4 * step_bytes, inputs += Traits::kChannelsLast ? positions * 128 : 4 * 2048;
     }
   }
 

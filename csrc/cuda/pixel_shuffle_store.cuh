@@ -138,7 +138,7 @@ class PixelShuffleStorer {
   __device__ void store(int first_tile, int first_position, const Sums& sum) {
     const int first_order = first_tile / Traits::kGroup * 8 * kRun, orders = p.tile.channels * p.taps;
     if (first_order >= orders || first_position >= p.total) return;
-    const bool in_runs = Traits::kChannelsLast && !Traits::kWide && p.store == PixelShuffleStore::kRuns;
+    const bool in_runs = Traits::kChannelsLast && p.store == PixelShuffleStore::kRuns;
     const bool is_last = first_order + 16 * kTilesM >= orders;
     const bool is_wrong = __any_sync(~0u, !is_right(sum));
     if (in_runs) {
@@ -161,7 +161,7 @@ class PixelShuffleStorer {
         if constexpr (Traits::kChannelsLast) store_channels(row, sum);
         break;
       case PixelShuffleStore::kRuns:
-        if constexpr (Traits::kChannelsLast && !Traits::kWide) {
+        if constexpr (Traits::kChannelsLast) {
           PixelShuffleRuns<Traits>(p, shared).keep(first_order, place_of(0),
                                                    [&](int i, int j, int q) { return value(sum, i, j, q); });
           if (is_last) finish_runs(first_order, first_position);

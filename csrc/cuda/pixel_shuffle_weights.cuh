@@ -10,13 +10,12 @@
 
 namespace fastconvt::cuda {
 
-template <typename T_, PixelShufflePrecision precision, bool channels_last, bool streamed, bool wide>
+template <typename T_, PixelShufflePrecision precision, bool channels_last, bool streamed>
 struct PixelShuffleTraits {
   using T = T_;
   static constexpr PixelShufflePrecision kPrecision = precision;
   static constexpr bool kChannelsLast = channels_last;
   static constexpr bool kStreamed = streamed;  // weights come with the inputs, stage by stage
-  static constexpr bool kWide = wide;          // products of four warps together
   static constexpr bool kSplit = precision == PixelShufflePrecision::kFloat32;
   static constexpr int kSize = sizeof(T);
   static constexpr int kStepChannels = 32 / kSize;
@@ -50,13 +49,8 @@ struct PixelShuffleRow {
     tile = order / (8 * kRun) * Traits::kGroup + in_run / 2;
   }
 
-  // Bytes to its first term. A wide product is of four tiles of four warps; vectors of 16 bytes stand where the row's
-  // number modulo 8 says.
-  __device__ int offset() const {
-    if constexpr (!Traits::kWide) return tile * 512 + row * 64 + half * 4;
-    const int warp = tile / 4 % 4, product = tile / 16 * 4 + tile % 4;
-    return (product * 64 + warp * 16 + half * 8 + row) * 128 + row * 16;
-  }
+  // Bytes to its first term.
+  __device__ int offset() const { return tile * 512 + row * 64 + half * 4; }
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -89,8 +83,7 @@ class PixelShuffleWeights {
   }
 
   // Steps from `first` on to left operands, by the warps that multiply; `raw` are steps as copied. Left operands lie by
-  // step, tile and lane or, for wide products, in rows of 128 bytes, four steps, as the inputs do
-  // (pixel_shuffle_feed.cuh).
+  // step, tile and lane.
   __device__ void arrange(uint32_t packed, uint32_t raw, int first, int steps) const {
     constexpr int kColumns = Traits::kSize == 2 ? 2 : 1;  // of 8 rows of the product, that are loaded together
     constexpr int kBatch = Traits::kStreamed ? 1 : 2;     // loads at a time
@@ -105,7 +98,7 @@ class PixelShuffleWeights {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           const PixelShuffleRow<Traits> place(order(((load + b * p.tile.warps) * kColumns + c) * 8 + row));
-          to[b][c] = packed + place.offset() + quad * (Traits::kWide ? 4 : 16);
+          to[b][c] = packed + place.offset() + quad * 16;
         }
       uint32_t from = raw + load * 32;
 #pragma unroll 1
@@ -120,13 +113,9 @@ class PixelShuffleWeights {
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
             if (load + b * p.tile.warps >= loads) continue;
-            uint32_t at = to[b][c] + step * step_bytes, next = at + 8;
-            if constexpr (Traits::kWide) {
-              at = to[b][c] + step / 4 * 4 * step_bytes ^ step % 4 * 32;
-              next = at ^ 16;
-            }
+            const uint32_t at = to[b][c] + step * step_bytes;
             pixel_shuffle_keep(at, word[b][c][0]);
-            pixel_shuffle_keep(next, word[b][c][1]);
+            pixel_shuffle_keep(at + 8, word[b][c][1]);
           }
         from += Traits::kStepChannels * p.tile.weight_pitch;
       }
