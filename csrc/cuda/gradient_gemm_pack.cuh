@@ -82,9 +82,10 @@ __device__ __forceinline__ void pack_weights(const GradientPackParams& p, int bl
       const int channel = vector * kWide + k;
       value.value[k] = T{};
       if (channel >= channels) continue;
-      value.value[k] = p.weight_turned ? round_operand(static_cast<const T*>(
-                                             p.weight)[place + (int64_t{row} * p.taps + tap) * p.channels + first + channel])
-                                       : staged[(row * channels + channel) * p.taps + tap];
+      value.value[k] = p.weight_turned
+                           ? round_operand(static_cast<const T*>(
+                                 p.weight)[place + (int64_t{row} * p.taps + tap) * p.channels + first + channel])
+                           : staged[(row * channels + channel) * p.taps + tap];
     }
     const int64_t to = (static_cast<int64_t>(first_row + row) * p.taps + tap) * p.weight_pitch + first;
     *reinterpret_cast<Vector*>(static_cast<T*>(p.packed_weight) + to + vector * kWide) = value;
@@ -216,8 +217,8 @@ __device__ __forceinline__ void turn_positions(const GradientPackParams& p, int 
   const int positions = min(p.tile_positions, p.image - from), channels = min(kChannels, p.group - first);
   const T* const source = static_cast<const T*>(p.source) +
                           ((static_cast<int64_t>(n) * p.groups + group) * p.group + first) * p.image + from;
-  T* const target = static_cast<T*>(p.target) + (static_cast<int64_t>(n) * p.image + from) * p.pitch +
-                    group * p.group_pitch + first;
+  T* const target =
+      static_cast<T*>(p.target) + (static_cast<int64_t>(n) * p.image + from) * p.pitch + group * p.group_pitch + first;
   if constexpr (sizeof(T) == 2) {
     turn_16_bits(p, source, target, channels, positions, p.group_pitch - first, staged);
   } else {
@@ -244,8 +245,8 @@ __device__ __forceinline__ void pad_positions(const GradientPackParams& p, int b
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kGradientPackThreads) gradient_pack_kernel(const __grid_constant__
-                                                                             GradientPackParams p) {
+__global__ void __launch_bounds__(kGradientPackThreads)
+    gradient_pack_kernel(const __grid_constant__ GradientPackParams p) {
   __shared__ __align__(1024) char staged[kGradientPackPositions * 33 * 4];
   let_next_grid_begin();
   const int block = static_cast<int>(blockIdx.x);
