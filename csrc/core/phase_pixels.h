@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "axis_phases.h"
+#include "phase_tma.h"
 #include "problem.h"
 
 namespace fastconvt {
@@ -34,55 +34,6 @@ inline constexpr PhasePixelsShape kPhasePixelsShapes[] = {{2, 128, 2}, {1, 128, 
                                                           {2, 64, 1},  {4, 32, 1},  {2, 32, 1}};
 inline constexpr int kNumPhasePixelsShapes = sizeof(kPhasePixelsShapes) / sizeof(kPhasePixelsShapes[0]);
 
-// What the second warpgroup makes: other cells, the next phase along the last axis, or other output channels.
-enum class PhasePixelsSplit : int { kCells, kPhases, kChannels };
-
-// How the cells of a box are numbered, so that 64 of them are eight groups of eight, equally far apart.
-enum class PhasePixelsOrder : int {
-  kSquares,  // eight along the last axis, then batch entries, rows, the rest of the last axis, planes
-  kRuns,     // the last axis, batch entries, rows, planes
-  kBatch     // batch entries, the last axis, rows, planes
-};
-
-// The phases of one axis, summed up; `pair` is of phases 2i and 2i + 1.
-struct PhasePixelsAxis {
-  int cells;  // of the phases that have taps, at most
-  int extent, pair_extent;
-  int max_taps;
-  int phases, pairs;  // that have taps
-};
-
-inline PhasePixelsAxis phase_pixels_axis(const Axis& axis) {
-  PhasePixelsAxis a{};
-  const int step = static_cast<int>(axis.dilation / std::gcd(axis.stride, axis.dilation));
-  int low[2] = {}, high[2] = {};
-  bool any = false;
-  for (int64_t f = 0; f < axis.stride && f < axis.out(); ++f) {
-    if (f % 2 == 0) any = false;
-    const AxisPhase phase = axis_phase(axis, f);
-    if (phase.num_taps == 0) continue;
-    const int first = phase.shift - (phase.num_taps - 1) * step;
-    low[0] = first, high[0] = phase.shift;
-    low[1] = any ? std::min(low[1], first) : first, high[1] = any ? std::max(high[1], phase.shift) : phase.shift;
-    a.extent = std::max(a.extent, high[0] - low[0]);
-    a.pair_extent = std::max(a.pair_extent, high[1] - low[1]);
-    a.cells = std::max(a.cells, static_cast<int>(ceil_div(axis.out() - f, axis.stride)));
-    a.max_taps = std::max(a.max_taps, phase.num_taps);
-    ++a.phases;
-    if (!any) ++a.pairs;
-    any = true;
-  }
-  return a;
-}
-
-// A box of cells, (batch, depth, height, width), and how they are numbered; no cells if there is none.
-struct PhasePixelsBox {
-  PhasePixelsOrder order;
-  int box[4], halo[4];
-  int64_t tiles[4];
-  int cells, inputs;
-};
-
 // Whether copies can read weights as they lie in memory: output channels innermost, in whole vectors.
 inline bool phase_pixels_weights_lie_innermost(const Problem& problem) {
   return (problem.weight_layout == Layout::kChannelsLast || problem.kernel_positions() == 1) &&
@@ -90,9 +41,9 @@ inline bool phase_pixels_weights_lie_innermost(const Problem& problem) {
 }
 
 // Everything that sizes a block and the grid.
-struct PhasePixelsTile : PhasePixelsBox {
+struct PhasePixelsTile : PhaseTmaBox {
   int shape;
-  PhasePixelsSplit split;
+  PhaseTmaSplit split;
   int columns;         // of a block, of one phase
   int channel_blocks;  // of a group
   int chunk, chunks;   // input channels of a stage: 16, 32 or 64
@@ -116,10 +67,9 @@ inline bool phase_pixels_permutes(const PhasePixelsTile& t) { return t.packed &&
 inline int64_t phase_pixels_channels(const PhasePixelsTile& t) { return int64_t{t.chunk} * t.chunks; }
 
 // The box of `cells` cells: few tiles, small halos, long runs. `pairs`: it serves two phases of the last axis at once.
-inline PhasePixelsBox phase_pixels_box(const Problem& problem, const PhasePixelsAxis (&axis)[3], int cells,
-                                       bool pairs) {
+inline PhaseTmaBox phase_pixels_box(const Problem& problem, const PhaseTmaAxis (&axis)[3], int cells, bool pairs) {
   const int extent[3] = {axis[0].extent, axis[1].extent, pairs ? axis[2].pair_extent : axis[2].extent};
-  PhasePixelsBox best{};
+  PhaseTmaBox best{};
   double least = 0;
   for (int w = 1; w <= cells && w < 2 * std::max(axis[2].cells, 8) && w + extent[2] <= 256; w *= 2) {
     const int64_t tiles_w = ceil_div(axis[2].cells, w);
@@ -127,13 +77,13 @@ inline PhasePixelsBox phase_pixels_box(const Problem& problem, const PhasePixels
       const int64_t tiles_h = ceil_div(axis[1].cells, h);
       for (int d = 1; d * h * w <= cells && d < 2 * axis[0].cells && d + extent[0] <= 256; d *= 2) {
         const int n = cells / (w * h * d);
-        PhasePixelsOrder order;
+        PhaseTmaOrder order;
         if (w % 64 == 0) {
-          order = PhasePixelsOrder::kRuns;
+          order = PhaseTmaOrder::kRuns;
         } else if (w % 8 == 0 && n * h % 8 == 0) {
-          order = PhasePixelsOrder::kSquares;
+          order = PhaseTmaOrder::kSquares;
         } else if (n % 8 == 0 && n * w % 64 == 0) {
-          order = PhasePixelsOrder::kBatch;
+          order = PhaseTmaOrder::kBatch;
         } else {
           continue;
         }
@@ -159,7 +109,7 @@ inline PhasePixelsBox phase_pixels_box(const Problem& problem, const PhasePixels
 // Divides shared memory for `blocks` blocks a multiprocessor; false if it is too small.
 inline bool place_phase_pixels_tile(PhasePixelsTile& t, int max_taps, int blocks) {
   const int64_t budget = kPhasePixelsShared / blocks - (blocks > 1 ? 2048 : 1024);
-  const int units = t.split == PhasePixelsSplit::kCells ? 1 : 2;
+  const int units = t.split == PhaseTmaSplit::kCells ? 1 : 2;
   // Barriers, then what two tasks need.
   t.tasks_at = 2 * (kPhasePixelsMaxStages + kPhasePixelsMaxBuffers + 2) * 8;
   t.terms_at = t.tasks_at + 2 * kPhasePixelsTaskBytes;
@@ -195,15 +145,15 @@ inline double phase_pixels_both(double a, double b) { return std::sqrt(std::sqrt
 // Milliseconds of the products' launch on an H200. An item takes the tensor unit's clocks and those of its copies
 // (bytes, and rows of a copy) at once, then its outputs'. Two blocks of one warpgroup each hide little of each other.
 // Fitted to measurements of all tiles of the dense benchmark layers.
-inline double phase_pixels_products_ms(const Problem& problem, const PhasePixelsAxis (&axis)[3],
+inline double phase_pixels_products_ms(const Problem& problem, const PhaseTmaAxis (&axis)[3],
                                        const PhasePixelsTile& t) {
   const int columns = phase_pixels_columns(t);
-  const double last = t.split == PhasePixelsSplit::kPhases ? axis[2].pairs : axis[2].phases;
+  const double last = t.split == PhaseTmaSplit::kPhases ? axis[2].pairs : axis[2].phases;
   const double with_taps = double(axis[0].phases) * axis[1].phases * last;         // items of a box
   const double steps = double(problem.kernel_positions()) / with_taps * t.chunks;  // taps of a chunk
   double tiles = double(t.channel_blocks) * double(problem.groups);
   for (const int64_t n : t.tiles) tiles *= double(n);
-  const int units = t.split == PhasePixelsSplit::kChannels ? 2 : 1;
+  const int units = t.split == PhaseTmaSplit::kChannels ? 2 : 1;
   // A product reads 64 rows and its columns from shared memory, 128 bytes a clock.
   const double product = std::max(columns / 2.0, (2048 + columns * 32) / 128.0);
   const double narrow = (t.chunk > 16 ? 1 : 1.3) * (problem.in_channels_per_group() <= 8 ? 1.6 : 1);
@@ -218,9 +168,9 @@ inline double phase_pixels_products_ms(const Problem& problem, const PhasePixels
   return std::max(1.0, rounds + 0.81 * (std::ceil(rounds) - rounds)) * item / 1.7e6;
 }
 
-inline bool finish_phase_pixels_tile(const Problem& problem, const PhasePixelsAxis (&axis)[3], PhasePixelsTile& t) {
+inline bool finish_phase_pixels_tile(const Problem& problem, const PhaseTmaAxis (&axis)[3], PhasePixelsTile& t) {
   const PhasePixelsShape& shape = kPhasePixelsShapes[t.shape];
-  t.columns = shape.columns * (t.split == PhasePixelsSplit::kChannels ? 2 : 1);
+  t.columns = shape.columns * (t.split == PhaseTmaSplit::kChannels ? 2 : 1);
   t.channel_blocks = static_cast<int>(ceil_div(problem.out_channels_per_group(), int64_t{t.columns}));
   const int64_t in = problem.in_channels_per_group();
   t.chunk = in > 32 ? 64 : in > 16 ? 32 : 16;
@@ -231,10 +181,10 @@ inline bool finish_phase_pixels_tile(const Problem& problem, const PhasePixelsAx
   }
   if (blocks == 0) return false;
   t.chunks = static_cast<int>(ceil_div(in, int64_t{t.chunk}));
-  double items = double(t.channel_blocks) * double(problem.groups) * double(problem.axis[0].stride) *
-                 double(problem.axis[1].stride) *
-                 double(t.split == PhasePixelsSplit::kPhases ? ceil_div(problem.axis[2].stride, int64_t{2})
-                                                             : problem.axis[2].stride);
+  double items =
+      double(t.channel_blocks) * double(problem.groups) * double(problem.axis[0].stride) *
+      double(problem.axis[1].stride) *
+      double(t.split == PhaseTmaSplit::kPhases ? ceil_div(problem.axis[2].stride, int64_t{2}) : problem.axis[2].stride);
   for (const int64_t n : t.tiles) items *= double(n);
   if (items >= double(int64_t{1} << 31)) return false;
   // Outputs of a box are told apart by 31 bits.
@@ -255,9 +205,9 @@ inline PhasePixelsTile find_phase_pixels_tile(const Problem& problem, bool packe
   PhasePixelsTile best{};
   best.cost_ms = 2e9;
   const int64_t out = problem.out_channels_per_group(), stride = problem.axis[2].stride;
-  PhasePixelsAxis axis[3];
+  PhaseTmaAxis axis[3];
   for (int a = 0; a < 3; ++a) {
-    axis[a] = phase_pixels_axis(problem.axis[a]);
+    axis[a] = phase_tma_axis(problem.axis[a]);
     if (axis[a].phases == 0) return best;
   }
   const bool as_they_lie = phase_pixels_weights_lie_innermost(problem);
@@ -267,7 +217,7 @@ inline PhasePixelsTile find_phase_pixels_tile(const Problem& problem, bool packe
       if (finish_phase_pixels_tile(problem, axis, t) && t.cost_ms < best.cost_ms) best = t;
     }
   };
-  PhasePixelsBox boxes[4][2];  // of 64 to 512 cells, for one phase and for two
+  PhaseTmaBox boxes[4][2];  // of 64 to 512 cells, for one phase and for two
   bool known[4][2] = {};
   for (int shape = 0; shape < kNumPhasePixelsShapes; ++shape) {
     const PhasePixelsShape& of = kPhasePixelsShapes[shape];
@@ -275,21 +225,21 @@ inline PhasePixelsTile find_phase_pixels_tile(const Problem& problem, bool packe
     for (int split = 0; split < 3; ++split) {
       PhasePixelsTile t{};
       t.shape = shape;
-      t.split = static_cast<PhasePixelsSplit>(split);
-      if (t.split != PhasePixelsSplit::kCells && of.warpgroups == 1) continue;
-      if (t.split == PhasePixelsSplit::kPhases && (axis[2].phases < 2 || axis[2].phases < stride)) {
+      t.split = static_cast<PhaseTmaSplit>(split);
+      if (t.split != PhaseTmaSplit::kCells && of.warpgroups == 1) continue;
+      if (t.split == PhaseTmaSplit::kPhases && (axis[2].phases < 2 || axis[2].phases < stride)) {
         continue;
       }
-      if (t.split == PhasePixelsSplit::kChannels && out <= of.columns) continue;
+      if (t.split == PhaseTmaSplit::kChannels && out <= of.columns) continue;
       // Tiles that were the fastest for no layer.
       if (((of.row_tiles == 1 && split != 0) || (of.columns == 64 && split == 2))) continue;
       if (of.row_tiles == 2 && of.columns == 32 && best.cost_ms < 1e9) continue;
-      const int parts = t.split == PhasePixelsSplit::kCells ? of.warpgroups : 1, cells = 64 * of.row_tiles * parts;
+      const int parts = t.split == PhaseTmaSplit::kCells ? of.warpgroups : 1, cells = 64 * of.row_tiles * parts;
       const int size = cells == 64 ? 0 : cells == 128 ? 1 : cells == 256 ? 2 : 3;
-      const bool pairs = t.split == PhasePixelsSplit::kPhases;
+      const bool pairs = t.split == PhaseTmaSplit::kPhases;
       if (!known[size][pairs]) boxes[size][pairs] = phase_pixels_box(problem, axis, cells, pairs);
       known[size][pairs] = true;
-      static_cast<PhasePixelsBox&>(t) = boxes[size][pairs];
+      static_cast<PhaseTmaBox&>(t) = boxes[size][pairs];
       if (t.cells == 0) continue;
       consider(t);
     }

@@ -65,8 +65,8 @@ PhasePixelsAxisParams axis_params(const Axis& axis, const PhasePixelsTile& t, in
 void set_order(const PhasePixelsTile& t, PhasePixelsParams& p) {
   const int n = log2_of(t.box[0]), h = log2_of(t.box[2]), w = log2_of(t.box[3]);
   const int position = t.chunk * 2;
-  p.batch_inner = t.order == PhasePixelsOrder::kBatch;
-  p.low_width_log2 = t.order == PhasePixelsOrder::kSquares ? 3 : w;
+  p.batch_inner = t.order == PhaseTmaOrder::kBatch;
+  p.low_width_log2 = t.order == PhaseTmaOrder::kSquares ? 3 : w;
   p.shift_width = p.batch_inner ? n : 0;
   p.shift_batch = p.batch_inner ? 0 : p.low_width_log2;
   p.shift_height = p.batch_inner ? n + w : p.shift_batch + n;
@@ -76,7 +76,7 @@ void set_order(const PhasePixelsTile& t, PhasePixelsParams& p) {
   p.batch_bytes = p.batch_inner ? position : t.halo[3] * position;
   p.axis[1].step_bytes = t.box[0] * t.halo[3] * position;
   p.axis[0].step_bytes = t.halo[2] * p.axis[1].step_bytes;
-  p.group_bytes = t.order == PhasePixelsOrder::kSquares ? t.halo[3] * position : 8 * position;
+  p.group_bytes = t.order == PhaseTmaOrder::kSquares ? t.halo[3] * position : 8 * position;
 }
 
 PhasePixelsParams make_params(const Problem& problem, const PhasePixelsTile& t, const void* input, const void* weight,
@@ -86,7 +86,7 @@ PhasePixelsParams make_params(const Problem& problem, const PhasePixelsTile& t, 
   const int strides[3] = {static_cast<int>(problem.axis[0].stride), static_cast<int>(problem.axis[1].stride),
                           static_cast<int>(problem.axis[2].stride)};
   const int phases[3] = {strides[0], strides[1],
-                         t.split == PhasePixelsSplit::kPhases ? ceil_div(strides[2], 2) : strides[2]};
+                         t.split == PhaseTmaSplit::kPhases ? ceil_div(strides[2], 2) : strides[2]};
   for (int a = 0; a < 3; ++a) p.axis[a] = axis_params(problem.axis[a], t, a, phases[a]);
   p.batch = static_cast<int>(problem.batch);
   p.box_batch = t.box[0];

@@ -84,9 +84,9 @@ __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) 
   const uint32_t base = shared_address(shared.bytes);
   const PhasePixelsBarriers barriers{base};
   const int warpgroup = kWarpgroups == 1 ? 0 : __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
-  const bool of_cells = p.split == PhasePixelsSplit::kCells;
+  const bool of_cells = p.split == PhaseTmaSplit::kCells;
   const int first_cell = of_cells ? warpgroup * kRowTiles * 64 : 0;
-  const int first_column = p.split == PhasePixelsSplit::kChannels ? warpgroup * kColumns : 0;
+  const int first_column = p.split == PhaseTmaSplit::kChannels ? warpgroup * kColumns : 0;
   const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
   const uint64_t row_form = operand_form(p.swizzle, p.group_bytes, 16);
   const uint64_t column_form = operand_form(kColumns == 32 ? 2 : 1, p.weight_group_bytes, p.weight_block_bytes);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) 
       }
     } else {
       store_constants<T, kThreads>(p, task, task.share[0], epilogue, terms);
-      if (p.split == PhasePixelsSplit::kPhases) {
+      if (p.split == PhaseTmaSplit::kPhases) {
         store_constants<T, kThreads>(p, task, task.share[1], epilogue, terms);
       }
     }

@@ -21,7 +21,7 @@ struct PhasePixelsBarriers {
 // The packed weights of a warpgroup's phase: units of one tap of one chunk.
 __device__ __forceinline__ const char* find_weights(const PhasePixelsParams& p, const PhasePixelsItem& item,
                                                     const PhasePixelsPhase& phase, int warpgroup) {
-  const bool channels = p.split == PhasePixelsSplit::kChannels;
+  const bool channels = p.split == PhaseTmaSplit::kChannels;
   const int block = channels ? 2 * item.channel_block + warpgroup : item.channel_block;
   const int blocks = channels ? 2 * p.channel_blocks.divisor : p.channel_blocks.divisor;
   const int64_t unit = ((static_cast<int64_t>(item.group) * blocks + block) * p.taps + phase.before) * p.chunks;
@@ -131,8 +131,8 @@ __device__ __forceinline__ void copy_weights(const PhasePixelsShared& shared, co
   const PhasePixelsParams& p = shared.p;
   const uint32_t base = shared_address(shared.bytes);
   const PhasePixelsBarriers barriers{base};
-  const bool shares = p.split != PhasePixelsSplit::kCells;  // both warpgroups have weights of their own
-  const int odd_column = p.split == PhasePixelsSplit::kChannels ? p.unit_columns : 0;
+  const bool shares = p.split != PhaseTmaSplit::kCells;  // both warpgroups have weights of their own
+  const int odd_column = p.split == PhaseTmaSplit::kChannels ? p.unit_columns : 0;
   const int stage_taps = p.taps_per_stage, copied = kPacked ? 1 : p.copied_taps;
   wait_for_previous_grid();  // for packed tensors
   PhasePixelsRing ring, stages;

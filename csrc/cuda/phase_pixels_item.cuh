@@ -46,7 +46,7 @@ struct PhasePixelsPhase {
 __device__ __forceinline__ PhasePixelsPhase find_phase(const PhasePixelsParams& p, const PhasePixelsItem& item,
                                                        int warpgroup) {
   PhasePixelsPhase phase;
-  const int height = item.f[1], width = p.split == PhasePixelsSplit::kPhases ? 2 * item.f[2] + warpgroup : item.f[2];
+  const int height = item.f[1], width = p.split == PhaseTmaSplit::kPhases ? 2 * item.f[2] + warpgroup : item.f[2];
   phase.f[0] = item.f[0], phase.f[1] = height, phase.f[2] = width;
   phase.count = 0, phase.before = 0;
   phase.taps[0] = phase.taps[1] = phase.taps[2] = 0;

@@ -33,7 +33,7 @@ struct PhasePixelsParams {
   int items;
   int batch, box_batch;
   int group_in, group_out;
-  PhasePixelsSplit split;
+  PhaseTmaSplit split;
   bool batch_inner;    // order of the copies' coordinates
   int taps;            // of the kernel
   int chunk, chunks;   // input channels, and how many
