@@ -138,6 +138,15 @@ Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stri
   return call;
 }
 
+void set_activation(const char* op, const std::string& name, double alpha, Problem& problem) {
+  const std::optional<Activation> activation = find_activation(name);
+  std::string names;
+  for (const char* known : kActivationNames) names += std::string(names.empty() ? "" : ", ") + known;
+  STD_TORCH_CHECK(activation, op, ": expected activation to be one of ", names, ", but got ", name);
+  problem.activation = *activation;
+  problem.alpha = *activation == Activation::kLeakyRelu ? alpha : 0;
+}
+
 Tensor weight_of(const Call& call, CandidateId candidate) {
   return to_layout(call.weight, weight_layout(candidate, call.problem));
 }
@@ -184,10 +193,37 @@ Tensor finish_output(const Call& call, const Tensor& output, Layout layout) {
   return call.batched ? finished : torch::stable::squeeze(finished, 0);
 }
 
-Tensor aten_conv_transpose(const Call& call) {
-  const bool in_float32 = is_half(call.problem) && call.input.is_cpu();
-  const Tensor output = aten_convolution(call, in_float32);
-  return in_float32 ? to_dtype(output, call.input.scalar_type()) : output;
+Tensor aten_convolution(const Call& call) {
+  return aten_convolution(call, /*in_float32=*/is_half(call.problem) && call.input.is_cpu());
+}
+
+Tensor in_dtype_of(const Call& call, const Tensor& output) {
+  const ScalarType dtype = call.input.scalar_type();
+  return output.scalar_type() == dtype ? output : to_dtype(output, dtype);
+}
+
+void aten_activation(const Problem& problem, Tensor output) {
+  const auto constant = [&](double value) {  // on the CPU and without dimensions: it is not rounded to the dtype
+    return torch::stable::full(std::vector<int64_t>{}, value, ScalarType::Double);
+  };
+  switch (problem.activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kLeakyRelu: {
+      const Tensor positive = call_aten("aten::gt", "Tensor", output, constant(0));
+      const Tensor below = call_aten("aten::mul", "Tensor", output, constant(problem.alpha));
+      torch::stable::copy_(output, call_aten("aten::where", "self", positive, output, below));
+      return;
+    }
+    case Activation::kGelu:
+      call_aten("aten::gelu_", "", output, std::string("none"));
+      return;
+    case Activation::kGeluTanh:
+      call_aten("aten::gelu_", "", output, std::string("tanh"));
+      return;
+    default:
+      call_aten(("aten::" + std::string(activation_name(problem.activation)) + "_").c_str(), "", output);
+  }
 }
 
 Tensor aten_logsumexp_hardswish(const Call& call, const Tensor& subtrahend, double min, double max) {

@@ -43,6 +43,9 @@ struct Tensors {
 Call make_call(const char* op, int spatial, const Tensors& tensors, IntList stride, IntList padding,
                IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32);
 
+// Gives the problem an activation by its name, which is checked; alpha counts for leaky_relu.
+void set_activation(const char* op, const std::string& name, double alpha, Problem& problem);
+
 // The weight as a candidate's kernels read it, and as most do.
 Tensor weight_of(const Call& call, CandidateId candidate);
 Tensor contiguous_weight(const Call& call);
@@ -73,10 +76,23 @@ auto call_operator(const char* name, const char* overload, const Args&... args) 
   return stack;
 }
 
+// ATen's convolution, in float32 where the CPU's halves would accumulate in half precision, and its rounding.
+Tensor aten_convolution(const Call& call);
+Tensor in_dtype_of(const Call& call, const Tensor& output);
+
+// The activation by ATen, in place.
+void aten_activation(const Problem& problem, Tensor output);
+
 inline Tensor to_tensor(StableIValue value) { return torch::stable::detail::to<Tensor>(value); }
 
-// The candidate "aten": PyTorch's own operators, float16 and bfloat16 computed in float32 on the CPU.
-Tensor aten_conv_transpose(const Call& call);
+// The candidate "aten": PyTorch's own operators, float16 and bfloat16 computed in float32 on the CPU; activate(tensor)
+// applies the call's activation, if there is one, in place.
+template <class Activate>
+Tensor aten_conv_transpose(const Call& call, const Activate& activate) {
+  const Tensor output = aten_convolution(call);
+  if (call.problem.activation != Activation::kNone) activate(output);
+  return in_dtype_of(call, output);
+}
 Tensor aten_logsumexp_hardswish(const Call& call, const Tensor& subtrahend, double min, double max);
 
 }  // namespace fastconvt

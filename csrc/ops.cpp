@@ -19,8 +19,23 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
       "conv_transpose3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
       "SymInt[3] output_padding=0, SymInt groups=1, SymInt[3] dilation=1, *, bool allow_tf32=False) -> Tensor");
 
-  // The gradients of the above with respect to input, weight and bias; what output_mask does not ask is an empty
-  // tensor.
+  // The same and an activation of the result, one of core/activation.h's; alpha is leaky_relu's slope below 0. Where
+  // gradients are wanted, fastconvt/_autograd.py composes them of the operators above and below, and of ATen's.
+  m.def(
+      "conv_transpose1d_act(Tensor input, Tensor weight, Tensor? bias=None, SymInt[1] stride=1, SymInt[1] padding=0, "
+      "SymInt[1] output_padding=0, SymInt groups=1, SymInt[1] dilation=1, *, str activation, float alpha=0.01, "
+      "bool allow_tf32=False) -> Tensor");
+  m.def(
+      "conv_transpose2d_act(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "
+      "SymInt[2] output_padding=0, SymInt groups=1, SymInt[2] dilation=1, *, str activation, float alpha=0.01, "
+      "bool allow_tf32=False) -> Tensor");
+  m.def(
+      "conv_transpose3d_act(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
+      "SymInt[3] output_padding=0, SymInt groups=1, SymInt[3] dilation=1, *, str activation, float alpha=0.01, "
+      "bool allow_tf32=False) -> Tensor");
+
+  // The gradients of conv_transpose{1,2,3}d with respect to input, weight and bias; what output_mask does not ask is an
+  // empty tensor.
   m.def(
       "conv_transpose1d_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[1] stride, SymInt[1] padding, "
       "SymInt[1] output_padding, SymInt groups, SymInt[1] dilation, bool[3] output_mask, *, bool allow_tf32=False) "
@@ -66,10 +81,12 @@ STABLE_TORCH_LIBRARY(fastconvt, m) {
   // must use ("" for the plan's own choice), which returns the one before.
   m.def(
       "_plan_cpu(str op, SymInt[] input, SymInt[] weight, bool bias, SymInt[] stride, SymInt[] padding, "
-      "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32) -> str");
+      "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32, "
+      "str activation='none') -> str");
   m.def(
       "_plan_cuda(str op, SymInt[] input, SymInt[] weight, bool bias, SymInt[] stride, SymInt[] padding, "
-      "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32) -> str");
+      "SymInt[] output_padding, SymInt groups, SymInt[] dilation, str dtype, str layout, bool allow_tf32, "
+      "str activation='none') -> str");
   m.def("_force_cpu(str candidate) -> str");
   m.def("_force_cuda(str candidate) -> str");
 

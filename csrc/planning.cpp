@@ -30,7 +30,8 @@ bool log_wanted() {
 // Of what differs between the layers of a network.
 size_t hash(Operation operation, const Problem& p) {
   uint64_t mixed = static_cast<uint64_t>(operation) + 7 * static_cast<uint64_t>(p.dtype);
-  for (const int64_t value : {p.batch, p.in_channels, p.out_channels, p.groups}) mixed = mixed * 1000003 + value;
+  for (const int64_t value : {p.batch, p.in_channels, p.out_channels, p.groups, int64_t(p.activation)})
+    mixed = mixed * 1000003 + value;
   for (const Axis& a : p.axis) {
     for (const int64_t value : {a.in, a.kernel, a.stride, a.padding}) mixed = mixed * 1000003 + value;
   }
@@ -46,7 +47,7 @@ std::optional<Operation> find_operation(const std::string& op) {
   const char spatial = op[end - 2];
   const std::string rest = op.substr(end);
   if (spatial < '1' || spatial > '3') return std::nullopt;
-  if (rest.empty()) return Operation::kConvTranspose;
+  if (rest.empty() || rest == "_act") return Operation::kConvTranspose;
   if (rest == "_input_gradient") return Operation::kInputGradient;
   if (rest == "_weight_gradient") return Operation::kWeightGradient;
   if (spatial == '3' && rest == "_logsumexp_hardswish") return Operation::kLogSumExpHardswish;
@@ -70,7 +71,8 @@ Plan current_plan(Operation operation, const Problem& problem, const DeviceInfo&
 
 std::string plan_json(const DeviceInfo& device, const std::string& op, IntList input, IntList weight, bool bias,
                       IntList stride, IntList padding, IntList output_padding, int64_t groups, IntList dilation,
-                      const std::string& dtype, const std::string& layout, bool allow_tf32) {
+                      const std::string& dtype, const std::string& layout, bool allow_tf32,
+                      const std::string& activation) {
   const std::optional<Operation> operation = find_operation(op);
   STD_TORCH_CHECK(operation, "fastconvt.plan: no operator with a plan is called ", op);
   const int spatial = op[kPlain.size()] - '0';
@@ -89,6 +91,7 @@ std::string plan_json(const DeviceInfo& device, const std::string& op, IntList i
   const bool one = problem.out_channels_per_group() == 1 || problem.kernel_positions() == 1;
   problem.weight_layout = one ? Layout::kContiguous : problem.layout;
   problem.allow_tf32 = allow_tf32;
+  set_activation(op.c_str(), activation, 0, problem);
   return current_plan(*operation, problem, device).to_json();
 }
 

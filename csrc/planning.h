@@ -11,7 +11,8 @@ namespace fastconvt {
 // conv_transposeNd have plans of their own, as conv_transposeNd_input_gradient and conv_transposeNd_weight_gradient.
 std::string plan_json(const DeviceInfo& device, const std::string& op, IntList input, IntList weight, bool bias,
                       IntList stride, IntList padding, IntList output_padding, int64_t groups, IntList dilation,
-                      const std::string& dtype, const std::string& layout, bool allow_tf32);
+                      const std::string& dtype, const std::string& layout, bool allow_tf32,
+                      const std::string& activation);
 
 // The plan of an operation under the current force, or else under what autotune has measured, printed to stderr where
 // FASTCONVT_LOG_PLAN is 1.

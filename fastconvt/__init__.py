@@ -10,8 +10,11 @@ if _load_all():
 from fastconvt.folding import fold_batchnorm
 from fastconvt.functional import (
     conv_transpose1d,
+    conv_transpose1d_act,
     conv_transpose2d,
+    conv_transpose2d_act,
     conv_transpose3d,
+    conv_transpose3d_act,
     conv_transpose3d_logsumexp_hardswish,
 )
 from fastconvt.planning import autotune, force, plan
@@ -22,8 +25,11 @@ _autotune_from_environment()
 __all__ = [
     "autotune",
     "conv_transpose1d",
+    "conv_transpose1d_act",
     "conv_transpose2d",
+    "conv_transpose2d_act",
     "conv_transpose3d",
+    "conv_transpose3d_act",
     "conv_transpose3d_logsumexp_hardswish",
     "fold_batchnorm",
     "force",

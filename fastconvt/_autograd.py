@@ -40,13 +40,20 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 
 def register_derivative(
-    library: torch.library.Library, name: str, inputs: int, saved: tuple[int, ...], formula: Formula
+    library: torch.library.Library,
+    name: str,
+    inputs: int,
+    saved: tuple[int, ...],
+    formula: Formula,
+    composition: Callable[..., Callable | None] = lambda keywords: None,
 ) -> None:
     """Give operator ``name`` a derivative with respect to its first ``inputs`` arguments, all of them tensors or None.
 
     ``formula(ctx, *grads)`` returns one gradient or None for each of them. It finds in ``ctx`` the ``saved`` ones among
     them as ``saved_tensors``, the positional arguments after them as ``rest``, the keyword-only ones as ``keywords``,
-    and which gradients are asked for as ``needs``. It gets None where no gradient reaches an output.
+    and which gradients are asked for as ``needs``. It gets None where no gradient reaches an output. An index of -1 in
+    ``saved`` is the output. ``composition(keywords)`` may return a function of the operator's arguments that stands for
+    it where gradients are wanted, made of operators that have derivatives themselves.
     """
     op = getattr(torch.ops.fastconvt, name).default
     defaults = [argument.default_value for argument in op._schema.arguments if not argument.kwarg_only]
@@ -57,13 +64,15 @@ def register_derivative(
 
     def forward(ctx: Any, keyset: Any, keywords: dict, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(args[index] for index in saved))
         ctx.rest, ctx.keywords = args[inputs:], keywords
         if not torch._C._are_functorch_transforms_active():
-            return below(keyset, args, keywords)
-        # The levels of torch.func's transforms below this one differentiate too, in either mode.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return below(keyset, args, keywords)
+            output = below(keyset, args, keywords)
+        else:
+            # The levels of torch.func's transforms below this one differentiate too, in either mode.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                output = below(keyset, args, keywords)
+        ctx.save_for_backward(*(output if index < 0 else args[index] for index in saved))
+        return output
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         ctx.needs = ctx.needs_input_grad[2 : 2 + inputs]
@@ -88,6 +97,9 @@ def register_derivative(
             differentiated |= tensor.requires_grad
         if not (differentiated and torch.is_grad_enabled()):
             return below(keyset, args, keywords)
+        composed = composition(keywords)
+        if composed is not None:
+            return composed(*args, **keywords)
         args = (*args, *defaults[len(args) :])  # the dispatcher leaves trailing ones out
         if not torch._C._are_functorch_transforms_active():
             return derivative.apply(keyset, keywords, *args)
@@ -143,6 +155,68 @@ def conv_transpose_backward_formula(name: str) -> Formula:
         return to_grad_output, to_input, to_weight
 
     return formula
+
+
+def _of_output(activation: str, alpha: float) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The derivative of an activation, applied to a gradient, as a function of the gradient and of its output.
+
+    None for an activation that its output does not determine.
+    """
+    aten = torch.ops.aten
+    if activation == "leaky_relu" and alpha >= 0:
+        return lambda grad, output: aten.leaky_relu_backward(grad, output, alpha, True)
+    return {
+        "relu": lambda grad, output: aten.threshold_backward(grad, output, 0),
+        "tanh": aten.tanh_backward.default,
+        "sigmoid": aten.sigmoid_backward.default,
+    }.get(activation)
+
+
+def _by_aten(activation: str, alpha: float) -> Callable[[Tensor], Tensor] | None:
+    """An activation by PyTorch's own operator; None for a name that is unknown."""
+    aten = torch.ops.aten
+    return {
+        "none": lambda x: x,
+        "leaky_relu": lambda x: aten.leaky_relu(x, alpha),
+        "silu": aten.silu.default,
+        "gelu": aten.gelu.default,
+        "gelu_tanh": lambda x: aten.gelu(x, approximate="tanh"),
+        "hardswish": aten.hardswish.default,
+    }.get(activation)
+
+
+def register_activation_derivative(library: torch.library.Library, plain: str) -> None:
+    """Give the operator ``plain`` with an activation its derivative, which saves the cheapest that determines it.
+
+    That is the output where it does; elsewhere the operator is ``plain`` and PyTorch's activation, which saves its
+    argument: the sum before it, rounded to the dtype.
+    """
+
+    def settings(keywords: dict) -> tuple[str, float]:
+        return keywords["activation"], keywords.get("alpha", 0.01)
+
+    def formula(ctx: Any, grad_output: Tensor) -> tuple:
+        input, weight, output = ctx.saved_tensors
+        grad = _of_output(*settings(ctx.keywords))(grad_output, output)
+        backward = getattr(torch.ops.fastconvt, f"{plain}_backward").default
+        allow_tf32 = ctx.keywords.get("allow_tf32", False)
+        grads = call(backward, (grad, input, weight), *ctx.rest, list(ctx.needs), allow_tf32=allow_tf32)
+        return tuple(grad if asked else None for grad, asked in zip(grads, ctx.needs, strict=True))
+
+    def composition(keywords: dict) -> Callable | None:
+        if _of_output(*settings(keywords)) is not None:
+            return None
+        activate = _by_aten(*settings(keywords))
+        if activate is None:
+            return None  # the operator says what is wrong
+        forward = getattr(torch.ops.fastconvt, plain).default
+
+        def composed(*args: Any, activation: str, alpha: float = 0.01, **others: Any) -> Tensor:
+            return activate(forward(*args, **others))
+
+        return composed
+
+    register_derivative(library, f"{plain}_act", 3, (0, 1, -1), formula, composition)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager:

@@ -15,6 +15,7 @@ from fastconvt import _autograd, _gradients, _precision, _shapes, _vmap
 _LIBRARY = torch.library.Library("fastconvt", "IMPL")
 _CHAIN = "conv_transpose3d_logsumexp_hardswish"
 _PLAIN = {f"conv_transpose{spatial}d": spatial for spatial in (1, 2, 3)}
+_ACT = [f"{name}_act" for name in _PLAIN]
 
 
 def _fake_gradients(input: Tensor, weight: Tensor, groups: int, mask: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -59,10 +60,20 @@ def _register_plain(name: str, spatial: int) -> None:
         call = check(grad_output, input, weight, geometry)
         return _fake_gradients(input, weight, call.groups, mask)
 
+    def fake_act(*args: Any, activation: str, alpha: float = 0.01, allow_tf32: bool = False) -> Tensor:
+        input, weight, bias, *geometry = (*args, None)[: max(3, len(args))]
+        tensors = {"input": input, "weight": weight, "bias": bias}
+        call = _shapes.check_call(f"{name}_act", spatial, tensors, *_with_defaults(geometry, spatial))
+        _shapes.check_activation(f"{name}_act", activation)
+        strides = _shapes.dense_strides(call.shape, spatial, _shapes.output_layout(input, weight))
+        return input.new_empty_strided(call.shape, strides)
+
     formulas = (_autograd.conv_transpose_formula(name), _autograd.conv_transpose_backward_formula(name))
     _register(name, fake, backward, fake_backward)
     _autograd.register_derivative(_LIBRARY, name, 3, (0, 1), formulas[0])
     _autograd.register_derivative(_LIBRARY, f"{name}_backward", 3, (0, 1, 2), formulas[1])
+    torch.library.register_fake(f"fastconvt::{name}_act", fake_act, lib=_LIBRARY)
+    _autograd.register_activation_derivative(_LIBRARY, name)
     _vmap.register(_LIBRARY, name, spatial)
 
 
@@ -167,7 +178,7 @@ def _register_flop() -> None:
         return (1 + mask[0] + mask[1]) * _convolution_flop(input, weight)
 
     ops = torch.ops.fastconvt
-    flop_counter.register_flop_formula([getattr(ops, name) for name in (*_PLAIN, _CHAIN)])(forward_flop)
+    flop_counter.register_flop_formula([getattr(ops, name) for name in (*_PLAIN, *_ACT, _CHAIN)])(forward_flop)
     flop_counter.register_flop_formula([getattr(ops, f"{name}_backward") for name in _PLAIN])(backward_flop)
     flop_counter.register_flop_formula(getattr(ops, f"{_CHAIN}_backward"))(chain_backward_flop)
 
@@ -175,7 +186,7 @@ def _register_flop() -> None:
 for _name, _spatial in _PLAIN.items():
     _register_plain(_name, _spatial)
 _register_chain(_CHAIN)
-for _name in (*_PLAIN, _CHAIN):
+for _name in (*_PLAIN, *_ACT, _CHAIN):
     for _device in ("cpu", "cuda"):
         _register_autocast(_name, _device)
 _register_aten_backward()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+ACTIVATIONS = ("none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh", "tanh", "sigmoid", "hardswish")
 _INT64_MAX = 2**63 - 1
 
 
@@ -79,6 +80,12 @@ def check_call(
     if "grad_output" in given:
         _check_grad_output(check, given["grad_output"].shape, output)
     return Call(stride, padding, output_padding, groups, dilation, output)
+
+
+def check_activation(name: str, activation: str) -> None:
+    """Check the activation of operator ``name``."""
+    text = f"{name}: expected activation to be one of {', '.join(ACTIVATIONS)}, but got {activation}"
+    torch._check(activation in ACTIVATIONS, lambda: text)
 
 
 def _spread(values: Sequence[int], spatial: int) -> tuple[int, ...]:

@@ -44,7 +44,10 @@ def _grouped(geometry: Sequence, size: int) -> tuple:
 
 
 def conv_transpose_rule(op: Any, spatial: int) -> Any:
-    """The rule of a plain operator. ``geometry`` is stride, padding, output_padding, groups and dilation."""
+    """The rule of a plain operator, or of one with an activation.
+
+    ``geometry`` is stride, padding, output_padding, groups and dilation.
+    """
 
     def rule(
         info: Any,
@@ -53,18 +56,18 @@ def conv_transpose_rule(op: Any, spatial: int) -> Any:
         weight: Tensor,
         bias: Tensor | None = None,
         *geometry: Any,
-        allow_tf32: bool = False,
+        **keywords: Any,
     ) -> tuple[Tensor, int]:
         size = info.batch_size
         input_dim, weight_dim, bias_dim = (*in_dims, None)[:3]
         x = _front(input, input_dim, size)
         batched = x.dim() == spatial + 3
         if weight_dim is None and bias_dim is None:
-            y = op(_into_batch(x, batched), weight, bias, *geometry, allow_tf32=allow_tf32)
+            y = op(_into_batch(x, batched), weight, bias, *geometry, **keywords)
             return _out_of_batch(y, size, batched), 0
         w = _front(weight, weight_dim, size).flatten(0, 1)
         b = None if bias is None else _front(bias, bias_dim, size).flatten()
-        y = op(_into_channels(x, batched), w, b, *_grouped(geometry, size), allow_tf32=allow_tf32)
+        y = op(_into_channels(x, batched), w, b, *_grouped(geometry, size), **keywords)
         return _out_of_channels(y, size, batched), 0
 
     return rule
@@ -104,8 +107,10 @@ def conv_transpose_backward_rule(op: Any, spatial: int) -> Any:
 
 
 def register(library: torch.library.Library, name: str, spatial: int) -> None:
-    """Register the rules of a plain operator and of its backward."""
-    forward, backward = getattr(torch.ops.fastconvt, name), getattr(torch.ops.fastconvt, f"{name}_backward")
-    torch.library.register_vmap(f"fastconvt::{name}", conv_transpose_rule(forward, spatial), lib=library)
+    """Register the rules of a plain operator, of the one with an activation, and of the backward."""
+    backward = getattr(torch.ops.fastconvt, f"{name}_backward")
+    for forward in (name, f"{name}_act"):
+        rule = conv_transpose_rule(getattr(torch.ops.fastconvt, forward), spatial)
+        torch.library.register_vmap(f"fastconvt::{forward}", rule, lib=library)
     rule = conv_transpose_backward_rule(backward, spatial)
     torch.library.register_vmap(f"fastconvt::{name}_backward", rule, lib=library)

@@ -1,4 +1,4 @@
-"""Transposed convolution as functions that stand in for those of ``torch.nn.functional``, and the fused chain.
+"""Transposed convolution as functions that stand in for those of ``torch.nn.functional``, and fused operators.
 
 They take what PyTorch's take, in the same order, and may compute float32 in TF32 where PyTorch's setting allows it at
 the time of the call: ``torch.backends.cudnn.conv.fp32_precision``, or inside ``torch.compile``, which guards only that
@@ -103,6 +103,82 @@ def conv_transpose3d(
     """
     geometry = _ints(stride), _ints(padding), _ints(output_padding), groups, _ints(dilation)
     return _call("conv_transpose3d", (input, weight, bias), *geometry)
+
+
+def conv_transpose1d_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: _IntOrInts = 1,
+    padding: _IntOrInts = 0,
+    output_padding: _IntOrInts = 0,
+    groups: int = 1,
+    dilation: _IntOrInts = 1,
+    *,
+    activation: str,
+    alpha: float = 0.01,
+) -> Tensor:
+    """Transposed convolution along one axis, and an activation; see :func:`conv_transpose2d_act`."""
+    geometry = _ints(stride), _ints(padding), _ints(output_padding), groups, _ints(dilation)
+    tensors = (input, weight, bias)
+    return _call("conv_transpose1d_act", tensors, *geometry, activation=activation, alpha=alpha)
+
+
+def conv_transpose2d_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: _IntOrInts = 1,
+    padding: _IntOrInts = 0,
+    output_padding: _IntOrInts = 0,
+    groups: int = 1,
+    dilation: _IntOrInts = 1,
+    *,
+    activation: str,
+    alpha: float = 0.01,
+) -> Tensor:
+    """Transposed convolution along two axes, and an activation of every output, in one pass where it can be.
+
+    Equivalent to ``activation(torch.nn.functional.conv_transpose2d(input, weight, bias, stride, padding,
+    output_padding, groups, dilation))``. Outputs that no tap reaches are the activation of the bias.
+
+    Args:
+        activation: ``"relu"``, ``"leaky_relu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` (gelu's approximation),
+            ``"tanh"``, ``"sigmoid"``, ``"hardswish"`` or ``"none"``, each as in ``torch.nn.functional``, NaN and inf
+            included.
+        alpha: the slope of ``"leaky_relu"`` below zero.
+        The others as in :func:`conv_transpose2d`.
+
+    Returns:
+        As :func:`conv_transpose2d`. float16 and bfloat16 may be rounded before the activation, too, as PyTorch does.
+        What is saved for the backward is the output where it determines the derivative ("relu", "tanh", "sigmoid",
+        "leaky_relu" with alpha >= 0); for the others the convolution's, and the activation is PyTorch's own then.
+
+    Raises:
+        RuntimeError: for an activation that is unknown, and as :func:`conv_transpose2d`.
+    """
+    geometry = _ints(stride), _ints(padding), _ints(output_padding), groups, _ints(dilation)
+    tensors = (input, weight, bias)
+    return _call("conv_transpose2d_act", tensors, *geometry, activation=activation, alpha=alpha)
+
+
+def conv_transpose3d_act(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: _IntOrInts = 1,
+    padding: _IntOrInts = 0,
+    output_padding: _IntOrInts = 0,
+    groups: int = 1,
+    dilation: _IntOrInts = 1,
+    *,
+    activation: str,
+    alpha: float = 0.01,
+) -> Tensor:
+    """Transposed convolution along three axes, and an activation; see :func:`conv_transpose2d_act`."""
+    geometry = _ints(stride), _ints(padding), _ints(output_padding), groups, _ints(dilation)
+    tensors = (input, weight, bias)
+    return _call("conv_transpose3d_act", tensors, *geometry, activation=activation, alpha=alpha)
 
 
 def conv_transpose3d_logsumexp_hardswish(

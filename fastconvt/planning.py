@@ -26,6 +26,7 @@ def plan(
     memory_format: torch.memory_format = torch.contiguous_format,
     device: str | torch.device = "cpu",
     allow_tf32: bool = False,
+    activation: str = "none",
 ) -> dict:
     """Tell which candidate would make a call, and why; nothing is computed.
 
@@ -61,6 +62,7 @@ def plan(
             str(dtype).removeprefix("torch."),
             layout,
             allow_tf32,
+            activation,
         )
     )
 

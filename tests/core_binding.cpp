@@ -87,6 +87,9 @@ PYBIND11_MODULE(core_binding, m) {
           [](Problem& p, bool last) {
             p.weight_layout = last ? fastconvt::Layout::kChannelsLast : fastconvt::Layout::kContiguous;
           })
+      .def_property(
+          "activation", [](const Problem& p) { return fastconvt::activation_name(p.activation); },
+          [](Problem& p, const std::string& name) { p.activation = fastconvt::find_activation(name).value(); })
       .def("element_size", &Problem::element_size)
       .def("macs", &Problem::macs)
       .def("bytes", &Problem::bytes);

@@ -57,7 +57,18 @@ def legal_problem(source, device, relatives):
     skip = ("aten",) if (device != "cpu" and source.random() < 0.9) or special else ()
     run = run_chain if chain else run_convolution
     name = f"{'chain of ' * chain}{case}: {case!r} {'tf32 ' * tf32}{dtype} {strides}"
+    if not chain and source.random() < 0.3:
+        activation, alpha = source.choice(list(reference.ACTIVATIONS)), source.choice((0.01, -0.5, 0.0))
+        run = functools.partial(run_activation, activation=activation, alpha=alpha)
+        name = f"{activation}({alpha}) of {name}"
     return name, lambda: run(case, x, w, b, grad, device, tf32, skip)
+
+
+def run_activation(case, x, w, b, _, device, tf32, skip, activation, alpha):
+    last = harness.is_channels_last(x if case.batched else x[None]) or harness.is_channels_last(w)
+    call = functools.partial(harness.forward_act, case, x, w, b, activation, alpha, allow_tf32=tf32)
+    outputs = harness.on_every_candidate(case, call, x.dtype, device, channels_last=last, tf32=tf32, skip=skip)
+    harness.check_every(outputs, reference.activation_rule(activation, alpha, x, w, b, *case.args, tf32=tf32))
 
 
 def run_convolution(case, x, w, b, grad, device, tf32, skip):

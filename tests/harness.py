@@ -72,6 +72,11 @@ def forward(case, input, weight, bias, **kwargs):
     return getattr(torch.ops.fastconvt, case.op)(input, weight, bias, *case.args, **kwargs)
 
 
+def forward_act(case, input, weight, bias, activation, alpha=0.01, **kwargs):
+    op = getattr(torch.ops.fastconvt, f"{case.op}_act")
+    return op(input, weight, bias, *case.args, activation=activation, alpha=alpha, **kwargs)
+
+
 def backward(case, grad_output, input, weight, mask=(True, True, True), **kwargs):
     op = getattr(torch.ops.fastconvt, f"{case.op}_backward")
     return op(grad_output, input, weight, *case.args, list(mask), **kwargs)

@@ -23,6 +23,17 @@ import torch.nn.functional as F
 FLOORS = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-48}
 TF32_FLOOR = 2.0**-10
 _F = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+ACTIVATIONS = {
+    "none": lambda x, alpha: x.clone(),
+    "relu": lambda x, alpha: F.relu(x),
+    "leaky_relu": F.leaky_relu,
+    "silu": lambda x, alpha: F.silu(x),
+    "gelu": lambda x, alpha: F.gelu(x),
+    "gelu_tanh": lambda x, alpha: F.gelu(x, approximate="tanh"),
+    "tanh": lambda x, alpha: x.tanh(),
+    "sigmoid": lambda x, alpha: x.sigmoid(),
+    "hardswish": lambda x, alpha: F.hardswish(x),
+}
 # h(v) = v * sigmoid(v + 3) / 6 is at most 0.1678 steep (at v = 2.03), its derivative at most 0.1029 (at v = -2.39).
 HARDSWISH_SLOPE = 0.17
 HARDSWISH_CURVATURE = 0.11
@@ -158,6 +169,22 @@ def output_rule(input, weight, bias=None, stride=1, padding=0, output_padding=0,
 
     expected = conv_transpose(input, weight, bias, *args)
     scale = magnitude(input, weight, bias, *args)
+    return _rule([expected], [scale], input.dtype, lambda: [pytorch()], tf32, ["output"])
+
+
+def activation_rule(activation, alpha, input, weight, bias, *args, tf32=False):
+    """The rule for outputs of this conv_transpose1d_act, 2d or 3d.
+
+    Its scale is the convolution's, by at most 1.5, hardswish's slope, or alpha, and the output's own rounding.
+    """
+    function = ACTIVATIONS[activation]
+
+    def pytorch():
+        with torch.no_grad(), _precision(tf32):
+            return function(_F[weight.ndim - 3](input, weight, bias, *args), alpha)
+
+    expected = function(conv_transpose(input, weight, bias, *args), alpha)
+    scale = max(1.5, abs(alpha)) * magnitude(input, weight, bias, *args) + expected.abs().nan_to_num()
     return _rule([expected], [scale], input.dtype, lambda: [pytorch()], tf32, ["output"])
 
 

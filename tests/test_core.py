@@ -239,6 +239,17 @@ def test_every_candidate_of_a_gpu_has_a_layer_of_its_own(core):
     assert names == {"aten", *(name for _, _, own, _ in OWN for name in own)}
 
 
+@pytest.mark.parametrize("_, call, own, __", [row for row in OWN if row[0] == "CONV_TRANSPOSE"])
+def test_a_pass_for_the_activation_counts_where_the_kernel_does_not_apply_it(core, _, call, own, __):
+    made = problem(core, *call)
+    plain = plan_on_gpu(core, "CONV_TRANSPOSE", made)["candidates"]
+    made.activation = "relu"
+    for before, after in zip(plain, plan_on_gpu(core, "CONV_TRANSPOSE", made)["candidates"], strict=True):
+        assert (before["name"], before["supported"]) == (after["name"], after["supported"])
+        if before["supported"]:
+            assert (after["cost_ms"] == before["cost_ms"]) == (before["name"] == "gather")
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_case_has_a_plan_on_a_gpu(core, case):
     for dtype, tf32, last in itertools.product(("float32", "bfloat16", "float64"), (False, True), (False, True)):

@@ -334,6 +334,12 @@ const Row kTable[] = {
     {CandidateId::kAten, "aten", true, kAny, never, aten_cuda_cost},
 };
 
+// An activation in a pass of its own: it reads and writes the output.
+double pass_cost(const Problem& p, const DeviceInfo& device) {
+  const double bytes = 2 * double(p.element_size()) * double(p.out_elements());
+  return device.cuda ? 0.004 + ms(bytes, 3.5e12) : 0.005 + ms(bytes, 4e9) / device.threads;
+}
+
 std::string format(const char* pattern, double value) {
   char text[32];
   std::snprintf(text, sizeof text, pattern, value);
@@ -359,6 +365,7 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
     if (can && as_read.weight_layout == Layout::kChannelsLast && problem.weight_layout == Layout::kContiguous) {
       cost_ms += 0.005 + ms(double(problem.element_size() * problem.weight_elements()), 2e11);
     }
+    if (can && problem.activation != Activation::kNone && !activates(row.id)) cost_ms += pass_cost(problem, device);
     plan.candidates.push_back({row.id, row.name, std::move(refusal), cost_ms});
   }
   if (plan.choice >= 0) return plan;
@@ -384,6 +391,18 @@ Layout weight_layout(CandidateId candidate, const Problem& problem) {
       return problem.layout;
     default:
       return Layout::kContiguous;
+  }
+}
+
+bool activates(CandidateId candidate) {
+  switch (candidate) {
+    case CandidateId::kPhaseAvx512:
+    case CandidateId::kPhaseAvx2:
+    case CandidateId::kPhasePortable:
+    case CandidateId::kGather:
+      return true;
+    default:
+      return false;
   }
 }
 

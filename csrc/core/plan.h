@@ -88,6 +88,10 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
 // The layout in which a candidate reads the weight, and writes its gradient; it is copied where it has another one.
 Layout weight_layout(CandidateId candidate, const Problem& problem);
 
+// Whether a candidate's kernels apply the problem's activation to what they store. A pass of its own follows the
+// others, and their costs count it.
+bool activates(CandidateId candidate);
+
 // Whether some device has a candidate of this name.
 bool is_candidate(const std::string& name);
 

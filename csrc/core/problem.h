@@ -15,6 +15,8 @@
 #include <optional>
 #include <utility>
 
+#include "activation.h"
+
 namespace fastconvt {
 
 // Of integers that are not negative.
@@ -106,6 +108,8 @@ struct Problem {
   std::array<Axis, 3> axis;
   bool has_bias = false;
   bool allow_tf32 = false;
+  Activation activation = Activation::kNone;  // of the output
+  double alpha = 0;                           // leaky_relu's slope below 0, else 0
 
   int64_t in_channels_per_group() const { return in_channels / groups; }
   int64_t out_channels_per_group() const { return out_channels / groups; }
@@ -120,7 +124,8 @@ struct Problem {
   bool operator==(const Problem& other) const {
     return dtype == other.dtype && layout == other.layout && weight_layout == other.weight_layout &&
            batch == other.batch && in_channels == other.in_channels && out_channels == other.out_channels &&
-           groups == other.groups && axis == other.axis && has_bias == other.has_bias && allow_tf32 == other.allow_tf32;
+           groups == other.groups && axis == other.axis && has_bias == other.has_bias &&
+           allow_tf32 == other.allow_tf32 && activation == other.activation && alpha == other.alpha;
   }
 
   // Useful multiply-adds, and the fewest bytes that must move: input, weight and output once.

@@ -44,6 +44,8 @@ std::string describe(Operation operation, const Problem& p) {
        << (p.weight_layout == Layout::kChannelsLast ? " weight channels_last" : "") << " batch " << p.batch
        << " channels " << p.in_channels << ' ' << p.out_channels << " groups " << p.groups
        << (p.has_bias ? " bias" : "");
+  if (p.activation != Activation::kNone) text << ' ' << activation_name(p.activation);
+  if (p.activation == Activation::kLeakyRelu) text << ' ' << p.alpha;
   for (const Axis& a : p.axis) {
     text << " axis " << a.in << ' ' << a.kernel << ' ' << a.stride << ' ' << a.padding << ' ' << a.output_padding << ' '
          << a.dilation;

@@ -259,6 +259,8 @@ ConvJob::ConvJob([[maybe_unused]] Isa isa, const Problem& problem, const void* i
   if (isa == Isa::kAvx512) shape_ = kAvx512Shape, run_ = run_avx512;
 #endif
   plan_.dtype = problem.dtype;
+  plan_.activation = problem.activation;
+  plan_.alpha = problem.alpha;
   plan_.input = input;
   plan_.output = output;
   plan_.groups = problem.groups;
@@ -291,8 +293,37 @@ ConvJob::ConvJob([[maybe_unused]] Isa isa, const Problem& problem, const void* i
   prefer_huge_pages(output, bytes);
 }
 
+class ActivationJob : public Job {
+ public:
+  ActivationJob([[maybe_unused]] Isa isa, const Problem& problem, void* values, int64_t count)
+      : problem_(problem), values_(static_cast<char*>(values)), count_(count) {
+#ifdef FASTCONVT_X86
+    if (isa == Isa::kAvx2) run_ = activate_avx2;
+    if (isa == Isa::kAvx512) run_ = activate_avx512;
+#endif
+  }
+  int64_t num_tasks() const override { return ceil_div(count_, kShare); }
+  void run(int64_t begin, int64_t end) const override {
+    const int64_t first = begin * kShare, last = std::min(end * kShare, count_);
+    const int64_t size = problem_.dtype == DType::kFloat64 ? 8 : 4;
+    if (first < last) run_(problem_, values_ + first * size, last - first);
+  }
+
+ private:
+  static constexpr int64_t kShare = 1 << 14;
+
+  Problem problem_;
+  char* values_;
+  int64_t count_;
+  void (*run_)(const Problem&, void*, int64_t) = activate_portable;
+};
+
 }  // namespace
 }  // namespace conv
+
+std::unique_ptr<Job> activation_job(Isa isa, const Problem& problem, void* values, int64_t count) {
+  return std::make_unique<conv::ActivationJob>(isa, problem, values, count);
+}
 
 std::unique_ptr<Job> conv_transpose_job(Isa isa, const Problem& problem, const void* input, const void* weight,
                                         const void* bias, void* output) {

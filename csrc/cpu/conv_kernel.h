@@ -10,6 +10,8 @@
 // In this order: it uses the vectors of the tiles.
 #include "conv_emit.h"
 
+#include "conv_activation.h"
+
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -182,7 +184,8 @@ struct Block {
   int64_t channel_outputs;  // from a channel's row to the next channel's
 };
 
-// Cells [column, column + cells) of phases [first_phase, last_phase) of a channel block, into their planes.
+// Cells [column, column + cells) of phases [first_phase, last_phase) of a channel block, into their planes, as they are
+// to be stored.
 template <class S, class T>
 void compute_tile(const ConvPlan& plan, const Place& at, const Block<S, T>& block, TileInput<T>& input,
                   int64_t first_phase, int64_t last_phase, int64_t column, int64_t cells, const Scratch<T>& scratch) {
@@ -204,6 +207,13 @@ void compute_tile(const ConvPlan& plan, const Place& at, const Block<S, T>& bloc
       if (block.exact_edges && c + share >= plan.in_channels) {
         redo_edges(plan, at, input, scratch, block.size, block.bias, column, cells, planes);
       }
+    }
+  }
+  if (plan.activation == Activation::kNone) return;
+  for (int64_t m = 0; m < block.size; ++m) {
+    for (int64_t phase = 0; phase < last_phase - first_phase; ++phase) {
+      T* plane = scratch.planes + (m * plan.planes + phase) * plan.plane_stride;
+      activate(plan.activation, plan.alpha, plane + column, cells);
     }
   }
 }
@@ -283,8 +293,10 @@ void run_step(const ConvPlan& plan, const Place& at, const Scratch<T>& scratch) 
           continue;
         }
         for (int64_t m = 0; m < block.size; ++m) {
+          T value = block.bias[m];
+          activate(plan.activation, plan.alpha, &value, 1);
           for (int64_t row = 0; row < block.rows; ++row) {
-            fill_row(block.first_row + m * block.channel_outputs + row * height.stride * width.out, block.bias[m],
+            fill_row(block.first_row + m * block.channel_outputs + row * height.stride * width.out, value,
                      block.outputs, plan.stream);
           }
         }
@@ -334,6 +346,14 @@ void run_tasks(const ConvPlan& plan, int64_t begin, int64_t end) {
   }
   stream_end();
   release(memory);
+}
+
+inline void activate_any(const Problem& problem, void* values, int64_t count) {
+  if (problem.dtype == DType::kFloat64) {
+    activate(problem.activation, problem.alpha, static_cast<double*>(values), count);
+  } else {
+    activate(problem.activation, problem.alpha, static_cast<float*>(values), count);
+  }
 }
 
 inline void run(const ConvPlan& plan, int64_t begin, int64_t end) {

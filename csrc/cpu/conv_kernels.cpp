@@ -38,6 +38,9 @@ inline void store_half(Half* to, V v) {
 
 const IsaShape kPortableShape = {portable::kVectorBytes, portable::kMaxBlock};
 void run_portable(const ConvPlan& plan, int64_t begin, int64_t end) { portable::run(plan, begin, end); }
+void activate_portable(const Problem& problem, void* values, int64_t count) {
+  portable::activate_any(problem, values, count);
+}
 
 #ifdef FASTCONVT_X86
 
@@ -57,6 +60,7 @@ inline void store_half(Half* to, __m256 v) {
 }  // namespace
 }  // namespace avx2
 void run_avx2(const ConvPlan& plan, int64_t begin, int64_t end) { avx2::run(plan, begin, end); }
+void activate_avx2(const Problem& problem, void* values, int64_t count) { avx2::activate_any(problem, values, count); }
 FASTCONVT_TARGET_END
 
 FASTCONVT_TARGET_BEGIN(FASTCONVT_AVX512)
@@ -75,6 +79,9 @@ inline void store_half(Half* to, __m512 v) {
 }  // namespace
 }  // namespace avx512
 void run_avx512(const ConvPlan& plan, int64_t begin, int64_t end) { avx512::run(plan, begin, end); }
+void activate_avx512(const Problem& problem, void* values, int64_t count) {
+  avx512::activate_any(problem, values, count);
+}
 FASTCONVT_TARGET_END
 
 const IsaShape kAvx2Shape = {avx2::kVectorBytes, avx2::kMaxBlock};

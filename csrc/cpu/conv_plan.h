@@ -31,6 +31,8 @@ struct AxisTaps {
 
 struct ConvPlan {
   DType dtype;
+  Activation activation;  // of what is stored
+  double alpha;
   const void* input;
   void* output;
   const void* bias;  // accumulator type, one an output channel
@@ -108,6 +110,11 @@ struct IsaShape {
 void run_portable(const ConvPlan& plan, int64_t begin, int64_t end);
 void run_avx2(const ConvPlan& plan, int64_t begin, int64_t end);
 void run_avx512(const ConvPlan& plan, int64_t begin, int64_t end);
+
+// The problem's activation of `count` values of its accumulator type, in place, by instruction set.
+void activate_portable(const Problem& problem, void* values, int64_t count);
+void activate_avx2(const Problem& problem, void* values, int64_t count);
+void activate_avx512(const Problem& problem, void* values, int64_t count);
 
 extern const IsaShape kPortableShape, kAvx2Shape, kAvx512Shape;
 

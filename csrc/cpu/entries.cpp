@@ -47,24 +47,45 @@ Call contiguous_call(Call call) {
   return call;
 }
 
-template <int kSpatial>
-Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
-                      IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
-  static const char* const kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
-  const Call call = make_call(kNames[kSpatial - 1], kSpatial, {input, weight, bias, {}, {}}, stride, padding,
-                              output_padding, groups, dilation, allow_tf32);
+Tensor convolve(const Call& call) {
   const Layout layout = call.problem.layout;
   if (call.problem.batch == 0) {
     return finish_output(call, allocate_output(call, call.problem.out_channels, layout), layout);
   }
   const CandidateId choice = choose_candidate(Operation::kConvTranspose, call.problem, device_info()).id;
-  if (choice == CandidateId::kAten) return finish_output(call, aten_conv_transpose(call), layout);
+  if (choice == CandidateId::kAten) {
+    // By our kernels: some of PyTorch's make NaN of inf.
+    const auto activate = [&](const Tensor& values) {
+      run(*activation_job(best_isa(), call.problem, values.mutable_data_ptr(), values.numel()), call.problem);
+    };
+    return finish_output(call, aten_conv_transpose(call, activate), layout);
+  }
   const Call ours = contiguous_call(call);
   Tensor output = allocate_output(ours, ours.problem.out_channels, Layout::kContiguous);
   run(*conv_transpose_job(isa_of(choice), ours.problem, ours.input.const_data_ptr(), ours.weight.const_data_ptr(),
                           bias_data(ours), output.mutable_data_ptr()),
       ours.problem);
   return finish_output(call, output, layout);
+}
+
+constexpr const char* kNames[] = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"};
+
+template <int kSpatial>
+Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
+                      IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
+  return convolve(make_call(kNames[kSpatial - 1], kSpatial, {input, weight, bias, {}, {}}, stride, padding,
+                            output_padding, groups, dilation, allow_tf32));
+}
+
+template <int kSpatial>
+Tensor conv_transpose_act(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
+                          IntList padding, IntList output_padding, int64_t groups, IntList dilation,
+                          std::string activation, double alpha, bool allow_tf32) {
+  const std::string name = std::string(kNames[kSpatial - 1]) + "_act";
+  Call call = make_call(name.c_str(), kSpatial, {input, weight, bias, {}, {}}, stride, padding, output_padding, groups,
+                        dilation, allow_tf32);
+  set_activation(name.c_str(), activation, alpha, call.problem);
+  return convolve(call);
 }
 
 Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias,
@@ -88,9 +109,9 @@ Tensor logsumexp_hardswish(const Tensor& input, const Tensor& weight, std::optio
 
 std::string plan(std::string op, IntList input, IntList weight, bool bias, IntList stride, IntList padding,
                  IntList output_padding, int64_t groups, IntList dilation, std::string dtype, std::string layout,
-                 bool allow_tf32) {
+                 bool allow_tf32, std::string activation) {
   return plan_json(device_info(), op, input, weight, bias, stride, padding, output_padding, groups, dilation, dtype,
-                   layout, allow_tf32);
+                   layout, allow_tf32, activation);
 }
 
 }  // namespace
@@ -100,6 +121,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastconvt, CPU, m) {
   m.impl("conv_transpose1d", TORCH_BOX(&fastconvt::cpu::conv_transpose<1>));
   m.impl("conv_transpose2d", TORCH_BOX(&fastconvt::cpu::conv_transpose<2>));
   m.impl("conv_transpose3d", TORCH_BOX(&fastconvt::cpu::conv_transpose<3>));
+  m.impl("conv_transpose1d_act", TORCH_BOX(&fastconvt::cpu::conv_transpose_act<1>));
+  m.impl("conv_transpose2d_act", TORCH_BOX(&fastconvt::cpu::conv_transpose_act<2>));
+  m.impl("conv_transpose3d_act", TORCH_BOX(&fastconvt::cpu::conv_transpose_act<3>));
   m.impl("conv_transpose3d_logsumexp_hardswish", TORCH_BOX(&fastconvt::cpu::logsumexp_hardswish));
 }
 

@@ -23,10 +23,13 @@ class Job {
   virtual void run(int64_t begin, int64_t end) const = 0;
 };
 
-// output = conv_transpose(input, weight) + bias. Every dtype, every legal problem in contiguous layout; `bias` may be
-// null. float16 and bfloat16 are accumulated in float32 and rounded once.
+// output = activation(conv_transpose(input, weight) + bias). Every dtype, every legal problem in contiguous layout;
+// `bias` may be null. float16 and bfloat16 are accumulated in float32 and rounded once.
 std::unique_ptr<Job> conv_transpose_job(Isa isa, const Problem& problem, const void* input, const void* weight,
                                         const void* bias, void* output);
+
+// The problem's activation of `count` values in place: float64 for a problem in float64, else float32.
+std::unique_ptr<Job> activation_job(Isa isa, const Problem& problem, void* values, int64_t count);
 
 // output (batch, 1, D', H', W') = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min, max),
 // h(v) = v * sigmoid(v + 3) / 6. The convolution's output never leaves the registers and the L1 cache.

@@ -145,6 +145,7 @@ constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
   Problem problem = call.problem;
   problem.weight_layout = weight_layout(candidate, call.problem);
+  if (!activates(candidate)) problem.activation = Activation::kNone, problem.alpha = 0;
   const Tensor as_read = weight_of(call, candidate);
   const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr(), *bias = bias_data(call);
   if (candidate == CandidateId::kRowsPersistent) {
@@ -181,24 +182,47 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
   return cudaErrorNotSupported;
 }
 
+// A checked call of the operator `name`, with its activation.
+Tensor convolve(const char* name, const Scope& scope, const Call& call) {
+  const Problem& problem = call.problem;
+  if (problem.batch == 0) {
+    return finish_output(call, allocate_output(call, problem.out_channels, problem.layout), problem.layout);
+  }
+  const auto activate = [&](const Tensor& output) {
+    if (problem.activation == Activation::kNone) return;
+    if (!scope.device().refusal.empty()) return aten_activation(problem, output);
+    check(launch_activation(problem, output.mutable_data_ptr(), scope.stream()), name);
+  };
+  const auto make = [&](const Candidate& candidate) {
+    if (candidate.id == CandidateId::kAten) return aten_conv_transpose(call, activate);
+    const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
+    check(launch_convolution(candidate.id, call, output.mutable_data_ptr(), scope.stream()), name);
+    if (!activates(candidate.id)) activate(output);
+    return output;
+  };
+  return finish_output(call, make(choose(Operation::kConvTranspose, problem, scope, make)), problem.layout);
+}
+
 template <int kSpatial>
 Tensor conv_transpose(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
                       IntList padding, IntList output_padding, int64_t groups, IntList dilation, bool allow_tf32) {
   const char* const name = plain_name(kSpatial);
   const Scope scope(input);
-  const Call call = make_call(name, kSpatial, {input, weight, bias, {}, {}}, stride, padding, output_padding, groups,
-                              dilation, allow_tf32);
-  const Problem& problem = call.problem;
-  if (problem.batch == 0) {
-    return finish_output(call, allocate_output(call, problem.out_channels, problem.layout), problem.layout);
-  }
-  const auto make = [&](const Candidate& candidate) {
-    if (candidate.id == CandidateId::kAten) return aten_conv_transpose(call);
-    const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
-    check(launch_convolution(candidate.id, call, output.mutable_data_ptr(), scope.stream()), name);
-    return output;
-  };
-  return finish_output(call, make(choose(Operation::kConvTranspose, problem, scope, make)), problem.layout);
+  return convolve(name, scope,
+                  make_call(name, kSpatial, {input, weight, bias, {}, {}}, stride, padding, output_padding, groups,
+                            dilation, allow_tf32));
+}
+
+template <int kSpatial>
+Tensor conv_transpose_act(const Tensor& input, const Tensor& weight, std::optional<Tensor> bias, IntList stride,
+                          IntList padding, IntList output_padding, int64_t groups, IntList dilation,
+                          std::string activation, double alpha, bool allow_tf32) {
+  const std::string name = std::string(plain_name(kSpatial)) + "_act";
+  const Scope scope(input);
+  Call call = make_call(name.c_str(), kSpatial, {input, weight, bias, {}, {}}, stride, padding, output_padding, groups,
+                        dilation, allow_tf32);
+  set_activation(name.c_str(), activation, alpha, call.problem);
+  return convolve(name.c_str(), scope, call);
 }
 
 // The gradient of an input or a weight: what a kernel writes, dense in a layout of its own, and what the caller gets.
@@ -462,11 +486,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> logsumexp_hardswish_backward(
 
 std::string plan(std::string op, IntList input, IntList weight, bool bias, IntList stride, IntList padding,
                  IntList output_padding, int64_t groups, IntList dilation, std::string dtype, std::string layout,
-                 bool allow_tf32) {
+                 bool allow_tf32, std::string activation) {
   int index = 0;
   check(cudaGetDevice(&index), "fastconvt.plan needs a CUDA device");
   return plan_json(device_info(index), op, input, weight, bias, stride, padding, output_padding, groups, dilation,
-                   dtype, layout, allow_tf32);
+                   dtype, layout, allow_tf32, activation);
 }
 
 }  // namespace
@@ -476,6 +500,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastconvt, CUDA, m) {
   m.impl("conv_transpose1d", TORCH_BOX(&fastconvt::cuda::conv_transpose<1>));
   m.impl("conv_transpose2d", TORCH_BOX(&fastconvt::cuda::conv_transpose<2>));
   m.impl("conv_transpose3d", TORCH_BOX(&fastconvt::cuda::conv_transpose<3>));
+  m.impl("conv_transpose1d_act", TORCH_BOX(&fastconvt::cuda::conv_transpose_act<1>));
+  m.impl("conv_transpose2d_act", TORCH_BOX(&fastconvt::cuda::conv_transpose_act<2>));
+  m.impl("conv_transpose3d_act", TORCH_BOX(&fastconvt::cuda::conv_transpose_act<3>));
   m.impl("conv_transpose3d_logsumexp_hardswish", TORCH_BOX(&fastconvt::cuda::logsumexp_hardswish));
   m.impl("conv_transpose1d_backward", TORCH_BOX(&fastconvt::cuda::conv_transpose_backward<1>));
   m.impl("conv_transpose2d_backward", TORCH_BOX(&fastconvt::cuda::conv_transpose_backward<2>));

@@ -1,6 +1,7 @@
 // Epilogues: from accumulators in registers to stored values, in one rounding.
 #pragma once
 
+#include "../core/activation.h"
 #include "device/numeric.cuh"
 
 namespace fastconvt::cuda {
@@ -16,6 +17,66 @@ struct BiasEpilogue {
     return bias != nullptr ? to_accumulator(__ldg(bias + channel)) : Acc{0};
   }
   __device__ T operator()(Acc accumulator, Acc term) const { return from_accumulator<T>(accumulator + term); }
+};
+
+// An activation of values in registers; the kind is the same for all threads, so that no warp diverges.
+template <typename Acc>
+struct Activator {
+  Activation kind;
+  Acc alpha;
+
+  template <int kCount>
+  __device__ void operator()(Acc (&x)[kCount]) const {
+    switch (kind) {
+      case Activation::kNone:
+        return;
+      case Activation::kRelu:
+        return map(x, [](Acc v) { return v < 0 ? Acc{0} : v; });
+      case Activation::kLeakyRelu:
+        return map(x, [this](Acc v) { return v > 0 ? v : v * alpha; });
+      case Activation::kSilu:
+        return map(x, [](Acc v) { return v / (1 + exp(-v)); });
+      case Activation::kGelu:
+        return map(x, [](Acc v) { return Acc(0.5) * v * (1 + erf(v * Acc(0.7071067811865476))); });
+      case Activation::kGeluTanh:
+        return map(x, [](Acc v) {
+          const Acc inner = Acc(0.7978845608028654) * (v + Acc(0.044715) * v * v * v);
+          return Acc(0.5) * v * (1 + tanh(inner));
+        });
+      case Activation::kTanh:
+        return map(x, [](Acc v) { return tanh(v); });
+      case Activation::kSigmoid:
+        return map(x, [](Acc v) { return 1 / (1 + exp(-v)); });
+      case Activation::kHardswish:
+        return map(x, [](Acc v) {
+          Acc gate = v + 3;
+          gate = gate < 0 ? Acc{0} : gate > 6 ? Acc{6} : gate;
+          return v * (gate / 6);
+        });
+    }
+  }
+
+ private:
+  template <int kCount, typename Function>
+  __device__ static void map(Acc (&x)[kCount], const Function& function) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = function(x[i]);
+  }
+};
+
+// value = activation(accumulator + bias)
+template <typename T>
+struct ActivationEpilogue {
+  using Acc = accumulator_t<T>;
+  BiasEpilogue<T> bias;
+  Activator<Acc> activate;
+
+  __device__ Acc channel_term(int64_t channel) const { return bias.channel_term(channel); }
+  __device__ T operator()(Acc accumulator, Acc term) const {
+    Acc value[1] = {accumulator + term};
+    activate(value);
+    return from_accumulator<T>(value[0]);
+  }
 };
 
 }  // namespace fastconvt::cuda

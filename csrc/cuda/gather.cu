@@ -82,6 +82,7 @@ GatherParams problem_params(const Problem& problem, int channels_per_bias, const
   p.input_stride = input_strides(problem);
   p.output_stride = output_strides(problem);
   p.input = input, p.weight = weight, p.bias = bias, p.output = output;
+  p.activation = problem.activation, p.alpha = problem.alpha;
   p.batch = static_cast<int>(problem.batch);
   p.groups = static_cast<int>(problem.groups);
   p.in_channels = static_cast<int>(problem.in_channels_per_group());

@@ -23,6 +23,18 @@ struct GatherTraits {
   static_assert(kRegisters <= 64, "two blocks of 256 threads must fit an SM");
 };
 
+// The activation of outputs begin, begin + 32, ... below end where they are staged or stored. Sixteen bits are rounded
+// before it, too, as PyTorch does. Out of line: the kernels are many, and their registers are full of accumulators.
+template <typename T>
+__device__ __noinline__ void activate_outputs(T* values, int begin, int end, Activation kind, accumulator_t<T> alpha) {
+  const Activator<accumulator_t<T>> activate{kind, alpha};
+  for (int i = begin; i < end; i += 32) {
+    accumulator_t<T> value[1] = {to_accumulator(values[i])};
+    activate(value);
+    values[i] = from_accumulator<T>(value[0]);
+  }
+}
+
 template <class Traits>
 class GatherKernel {
   using T = typename Traits::Element;
@@ -261,6 +273,11 @@ class GatherKernel {
         if (r < phases) row[staged_output(kChannels, lane * phases + r)] = values;
       }
       __syncwarp();
+      if (p.activation != Activation::kNone) {
+        const int end = staged_outputs(kChannels, phases) * kChannels;  // the gaps, too
+        activate_outputs(row->value, lane, end, p.activation, static_cast<Acc>(p.alpha));
+        __syncwarp();
+      }
 #pragma unroll 1
       for (unsigned k = 0; k < phases; ++k) {
         const unsigned index = p.channels_last ? lane * phases + k : 32 * k + lane;
@@ -298,8 +315,11 @@ class GatherKernel {
       const int64_t global_channel = static_cast<int64_t>(block.group + g) * p.out_channels + channel;
       const Acc sum =
           sum_by_definition(at, block.phase + r, static_cast<int64_t>(block.group + g) * p.in_channels, channel, taps);
-      static_cast<T*>(p.output)[global_channel * p.output_stride.channel + offset] =
-          epilogue(sum, epilogue.channel_term(bias_channel(global_channel)));
+      T* const at_output = static_cast<T*>(p.output) + global_channel * p.output_stride.channel + offset;
+      *at_output = epilogue(sum, epilogue.channel_term(bias_channel(global_channel)));
+      if (p.activation != Activation::kNone) {
+        activate_outputs(at_output, 0, 1, p.activation, static_cast<Acc>(p.alpha));
+      }
     }
   }
 

@@ -94,6 +94,8 @@ struct GatherParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Activation activation;
+  double alpha;
   int batch;
   int groups;
   int in_channels;   // of one group

@@ -11,9 +11,14 @@ namespace fastconvt::cuda {
 // Whether this library's kernels can run on the current device: cudaSuccess, or why not.
 cudaError_t probe_image();
 
-// output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. Float32 is true
-// float32, float16 and bfloat16 accumulate in float32 and round once. cudaErrorNotSupported: an attribute or a kernel's
-// extent of 2^29 or more, or batch, channels, depth or height of 2^30 or more; tensors and the last axis may be larger.
+// output = activation(output), in place: the problem's, where activates() (core/plan.h) is false for what has made the
+// output. Sixteen bits are rounded before it, too, as PyTorch does.
+cudaError_t launch_activation(const Problem& problem, void* output, cudaStream_t stream);
+
+// output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. This one alone
+// also applies the problem's activation. Float32 is true float32, float16 and bfloat16 accumulate in float32 and round
+// once. cudaErrorNotSupported: an attribute or a kernel's extent of 2^29 or more, or batch, channels, depth or height
+// of 2^30 or more; tensors and the last axis may be larger.
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                           cudaStream_t stream);
 
