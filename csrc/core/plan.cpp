@@ -337,7 +337,7 @@ const Row kTable[] = {
 // An activation in a pass of its own: it reads and writes the output.
 double pass_cost(const Problem& p, const DeviceInfo& device) {
   const double bytes = 2 * double(p.element_size()) * double(p.out_elements());
-  return device.cuda ? 0.004 + ms(bytes, 3.5e12) : 0.005 + ms(bytes, 4e9) / device.threads;
+  return device.cuda ? 0.003 + ms(bytes, 4.1e12) : 0.005 + ms(bytes, 4e9) / device.threads;
 }
 
 std::string format(const char* pattern, double value) {

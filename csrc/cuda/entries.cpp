@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdio>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 
 #include "../planning.h"
@@ -123,22 +124,53 @@ const char* plain_name(int spatial) {
   return kNames[spatial - 1];
 }
 
-// The launchers that need no workspace.
-constexpr std::pair<CandidateId, decltype(&launch_gather)> kLaunchers[] = {
-    {CandidateId::kGather, launch_gather},
-    {CandidateId::kDepthwise, launch_depthwise},
-    {CandidateId::kDirect, launch_direct},
-    {CandidateId::kHeads, launch_heads},
-    {CandidateId::kHeadsGemm, launch_heads_gemm},
-    {CandidateId::kPhaseDirect, launch_phase_direct},
-    {CandidateId::kOverlapAdd, launch_overlap_add},
-    {CandidateId::kFilterBank, launch_filter_bank},
-    {CandidateId::kPixelShuffle, launch_pixel_shuffle},
-    {CandidateId::kRowTile, launch_row_tile},
-    {CandidateId::kRows, launch_rows},
-    {CandidateId::kRowsMma, launch_rows_mma},
-    {CandidateId::kLongRows, launch_long_rows},
-    {CandidateId::kPixelRows, launch_pixel_rows},
+// The kernels of a candidate, and the bytes of the workspace that they need, null if none.
+using Launch = decltype(&launch_dense);
+using WorkspaceOf = int64_t (*)(const Problem&, const void* input, const void* weight);
+struct Launcher {
+  CandidateId id;
+  Launch launch;
+  WorkspaceOf workspace = nullptr;
+};
+
+template <decltype(&launch_gather) kLaunch>
+cudaError_t without_workspace(const Problem& problem, const void* input, const void* weight, const void* bias,
+                              void* output, void* /*workspace*/, cudaStream_t stream) {
+  return kLaunch(problem, input, weight, bias, output, stream);
+}
+
+// A workspace whose size depends on less than the problem and the alignment of both tensors.
+template <auto kWorkspace>
+int64_t workspace_of(const Problem& problem, const void* input, const void* /*weight*/) {
+  if constexpr (std::is_invocable_v<decltype(kWorkspace), const Problem&>) {
+    return kWorkspace(problem);
+  } else {
+    return kWorkspace(problem, input);
+  }
+}
+
+constexpr Launcher kLaunchers[] = {
+    {CandidateId::kGather, without_workspace<launch_gather>},
+    {CandidateId::kDepthwise, without_workspace<launch_depthwise>},
+    {CandidateId::kDirect, without_workspace<launch_direct>},
+    {CandidateId::kHeads, without_workspace<launch_heads>},
+    {CandidateId::kHeadsGemm, without_workspace<launch_heads_gemm>},
+    {CandidateId::kPhaseDirect, without_workspace<launch_phase_direct>},
+    {CandidateId::kOverlapAdd, without_workspace<launch_overlap_add>},
+    {CandidateId::kFilterBank, without_workspace<launch_filter_bank>},
+    {CandidateId::kPixelShuffle, without_workspace<launch_pixel_shuffle>},
+    {CandidateId::kShuffleGemm, launch_shuffle_gemm, shuffle_gemm_workspace},
+    {CandidateId::kFlatGemm, launch_flat_gemm, workspace_of<flat_gemm_workspace>},
+    {CandidateId::kPhaseTma, launch_phase_tma, workspace_of<phase_tma_workspace>},
+    {CandidateId::kPhaseTf32, launch_phase_tf32, workspace_of<phase_tf32_workspace>},
+    {CandidateId::kPhasePixels, launch_phase_pixels, phase_pixels_workspace},
+    {CandidateId::kDense, launch_dense, workspace_of<dense_workspace>},
+    {CandidateId::kRowTile, without_workspace<launch_row_tile>},
+    {CandidateId::kRows, without_workspace<launch_rows>},
+    {CandidateId::kRowsMma, without_workspace<launch_rows_mma>},
+    {CandidateId::kRowsPersistent, launch_rows_persistent, workspace_of<rows_persistent_workspace>},
+    {CandidateId::kLongRows, without_workspace<launch_long_rows>},
+    {CandidateId::kPixelRows, without_workspace<launch_pixel_rows>},
 };
 
 // By the kernels of a candidate.
@@ -147,37 +179,13 @@ cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* ou
   problem.weight_layout = weight_layout(candidate, call.problem);
   if (!activates(candidate)) problem.activation = Activation::kNone, problem.alpha = 0;
   const Tensor as_read = weight_of(call, candidate);
-  const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr(), *bias = bias_data(call);
-  if (candidate == CandidateId::kRowsPersistent) {
-    const Tensor counter = workspace(call.input, rows_persistent_workspace(problem));
-    return launch_rows_persistent(problem, input, weight, bias, output, counter.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kPhaseTma) {
-    const Tensor packed = workspace(call.input, phase_tma_workspace(problem, input));
-    return launch_phase_tma(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kFlatGemm) {
-    const Tensor packed = workspace(call.input, flat_gemm_workspace(problem));
-    return launch_flat_gemm(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kShuffleGemm) {
-    const Tensor copies = workspace(call.input, shuffle_gemm_workspace(problem, input, weight));
-    return launch_shuffle_gemm(problem, input, weight, bias, output, copies.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kPhaseTf32) {
-    const Tensor packed = workspace(call.input, phase_tf32_workspace(problem, input));
-    return launch_phase_tf32(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kPhasePixels) {
-    const Tensor copies = workspace(call.input, phase_pixels_workspace(problem, input, weight));
-    return launch_phase_pixels(problem, input, weight, bias, output, copies.mutable_data_ptr(), stream);
-  }
-  if (candidate == CandidateId::kDense) {
-    const Tensor packed = workspace(call.input, dense_workspace(problem));
-    return launch_dense(problem, input, weight, bias, output, packed.mutable_data_ptr(), stream);
-  }
-  for (const auto& [id, launch] : kLaunchers) {
-    if (id == candidate) return launch(problem, input, weight, bias, output, stream);
+  const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr();
+  for (const Launcher& kernels : kLaunchers) {
+    if (kernels.id != candidate) continue;
+    std::optional<Tensor> space;
+    if (kernels.workspace) space = workspace(call.input, kernels.workspace(problem, input, weight));
+    return kernels.launch(problem, input, weight, bias_data(call), output, space ? space->mutable_data_ptr() : nullptr,
+                          stream);
   }
   return cudaErrorNotSupported;
 }
