@@ -264,15 +264,15 @@ class Gradient {
 
 // The kernels of a candidate for a gradient of the input and of the weight; and what makes all gradients and shares
 // work, null if there is nothing, which may refuse tensors for their alignment.
-using Workspace = int64_t (*)(const Problem&);
+using GradientWorkspace = int64_t (*)(const Problem&, const void* grad_output, const void* input, const void* weight);
 struct GradientKernels {
   CandidateId id;
   decltype(&launch_dense_input_gradient) input;
-  Workspace input_workspace;  // null: none
+  GradientWorkspace input_workspace;  // null: none
   decltype(&launch_dense_weight_gradient) weight;
-  Workspace weight_workspace;
+  GradientWorkspace weight_workspace;
   decltype(&launch_depthwise_gradients) all = nullptr;
-  Workspace workspace_of_all = nullptr;
+  GradientWorkspace workspace_of_all = nullptr;
   bool as_one = false;  // whether that pass costs hardly more than one of them
 };
 
@@ -283,23 +283,30 @@ cudaError_t launch_without(const Problem& problem, const void* grad_output, cons
   return kLaunch(problem, grad_output, weight, grad_input, stream);
 }
 
+template <int64_t (*kWorkspace)(const Problem&)>
+int64_t of_problem(const Problem& problem, const void*, const void*, const void*) {
+  return kWorkspace(problem);
+}
+
 constexpr GradientKernels kGradients[] = {
     {CandidateId::kRows, launch_without<launch_rows_input_gradient>, nullptr, launch_rows_weight_gradient,
-     rows_weight_gradient_workspace},
+     of_problem<rows_weight_gradient_workspace>},
     {CandidateId::kDepthwise, launch_without<launch_depthwise_input_gradient>, nullptr,
-     launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace},
+     launch_depthwise_weight_gradient, of_problem<depthwise_weight_gradient_workspace>},
     {CandidateId::kDepthwiseGradients, launch_without<launch_depthwise_input_gradient>, nullptr,
-     launch_depthwise_weight_gradient, depthwise_weight_gradient_workspace, launch_depthwise_gradients,
-     depthwise_gradients_workspace, /*as_one=*/true},
+     launch_depthwise_weight_gradient, of_problem<depthwise_weight_gradient_workspace>, launch_depthwise_gradients,
+     of_problem<depthwise_gradients_workspace>, /*as_one=*/true},
     {CandidateId::kHeads, launch_without<launch_heads_input_gradient>, nullptr, launch_heads_weight_gradient,
-     heads_weight_gradient_workspace},
+     of_problem<heads_weight_gradient_workspace>},
     {CandidateId::kDirect, launch_without<launch_direct_input_gradient>, nullptr, launch_direct_weight_gradient,
-     direct_weight_gradient_workspace},
-    {CandidateId::kDenseGradients, launch_dense_input_gradient, dense_input_gradient_workspace,
-     launch_dense_weight_gradient, dense_weight_gradient_workspace},
-    {CandidateId::kMirrored, launch_mirrored_input_gradient, mirrored_input_gradient_workspace, nullptr, nullptr},
-    {CandidateId::kGradientGemm, launch_gemm_input_gradient, gemm_input_gradient_workspace, launch_gemm_weight_gradient,
-     gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace},
+     of_problem<direct_weight_gradient_workspace>},
+    {CandidateId::kDenseGradients, launch_dense_input_gradient, of_problem<dense_input_gradient_workspace>,
+     launch_dense_weight_gradient, of_problem<dense_weight_gradient_workspace>},
+    {CandidateId::kMirrored, launch_mirrored_input_gradient, of_problem<mirrored_input_gradient_workspace>, nullptr,
+     nullptr},
+    {CandidateId::kGradientGemm, launch_gemm_input_gradient, of_problem<gemm_input_gradient_workspace>,
+     launch_gemm_weight_gradient, of_problem<gemm_weight_gradient_workspace>, launch_gemm_gradients,
+     of_problem<gemm_gradients_workspace>},
 };
 
 // Those of a candidate; null: ATen's.
@@ -350,26 +357,31 @@ class Backward {
   // Whether it could.
   bool launch_all(const GradientKernels& kernels, const Gradient& input, const Gradient& weight,
                   const Tensor& bias) const {
-    const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem));
-    const cudaError_t error = kernels.all(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(),
-                                          weight_of(call_, kernels.id).const_data_ptr(), input.data(), weight.data(),
-                                          data(bias), sums.mutable_data_ptr(), scope_.stream());
+    const Tensor as_read = weight_of(call_, kernels.id);
+    const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr(), *w = as_read.const_data_ptr();
+    const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem, grad, x, w));
+    const cudaError_t error = kernels.all(call_.problem, grad, x, w, input.data(), weight.data(), data(bias),
+                                          sums.mutable_data_ptr(), scope_.stream());
     if (error != cudaErrorNotSupported) check(error, name_);
     return error == cudaSuccess;
   }
 
   void launch_input(const GradientKernels& kernels, const Gradient& gradient) const {
+    const Tensor as_read = weight_of(call_, kernels.id);
+    const void *grad = dense_->const_data_ptr(), *w = as_read.const_data_ptr();
     std::optional<Tensor> packed;
-    if (kernels.input_workspace) packed = workspace(call_.input, kernels.input_workspace(call_.problem));
-    check(kernels.input(call_.problem, dense_->const_data_ptr(), weight_of(call_, kernels.id).const_data_ptr(),
-                        gradient.data(), packed ? packed->mutable_data_ptr() : nullptr, scope_.stream()),
+    if (kernels.input_workspace) {
+      packed = workspace(call_.input, kernels.input_workspace(call_.problem, grad, nullptr, w));
+    }
+    check(kernels.input(call_.problem, grad, w, gradient.data(), packed ? packed->mutable_data_ptr() : nullptr,
+                        scope_.stream()),
           name_);
   }
 
   void launch_weight(const GradientKernels& kernels, const Gradient& gradient, const Tensor& bias) const {
-    const Tensor sums = workspace(call_.input, kernels.weight_workspace(call_.problem));
-    check(kernels.weight(call_.problem, dense_->const_data_ptr(), call_.input.const_data_ptr(), gradient.data(),
-                         data(bias), sums.mutable_data_ptr(), scope_.stream()),
+    const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr();
+    const Tensor sums = workspace(call_.input, kernels.weight_workspace(call_.problem, grad, x, nullptr));
+    check(kernels.weight(call_.problem, grad, x, gradient.data(), data(bias), sums.mutable_data_ptr(), scope_.stream()),
           name_);
   }
 
