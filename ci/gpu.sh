@@ -28,10 +28,11 @@ python -m pytest -q -m gpu
 say "the fuzzer"
 python -m tests.fuzz --device cuda --seconds 300 --problems 5000
 python -m tests.fuzz --relatives --device cuda --seconds 300 --problems 5000
+python -m tests.fuzz --gradients --device cuda --seconds 300 --problems 5000
 say "the benchmark"
 bench() { python -m fastconvt.bench --csv "$out/results.csv" --plot "$out/last.png" "$@"; }
 bench --suite reference --precision fp32,tf32,bf16,fp16
-bench --suite reference --precision fp32,bf16 --mode backward,train --peers eager,other
+bench --suite reference --precision fp32,bf16 --mode backward,train,train_relu --peers eager,other
 bench --suite relatives
 bench --suite relatives,layers --precision fp32,bf16 --peers eager,other --seconds 0.5
 python -m fastconvt.bench.summary "$out/results.csv" --plot "$out/results.png"

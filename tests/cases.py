@@ -161,6 +161,10 @@ CASES = [
 ]
 BY_NAME = {case.name: case for case in CASES}
 
+# Kernel, stride, padding and output padding of draw_layer.
+GEOMETRIES = [(2, 2, 0, 0), (4, 2, 1, 0), (3, 2, 1, 1), (4, 4, 0, 0), (3, 1, 1, 0), (1, 1, 0, 0), (8, 4, 2, 0)]
+GEOMETRIES += [(5, 2, 2, 1), (4, 1, 0, 0), (16, 8, 4, 0)]
+
 
 def draw_case(integer, max_elements=20_000):
     """A legal problem; `integer(low, high)` draws an int between both ends, from a random source or from hypothesis."""
@@ -221,6 +225,23 @@ def draw_relative(integer, max_elements=100_000):
     batch, channels = (integer(1, 3),), groups * channels_in
     case = _case_of("relative", batch, channels, channels_out, groups, axes, bias=integer(0, 1) > 0)
     return case if _work(case) <= 50 * max_elements else draw_relative(integer, max_elements)
+
+
+def draw_layer(integer, max_products=50_000_000):
+    """A layer as networks have it: the same geometry along all axes, and channels in whole vectors most of the time."""
+    ndim, usual = integer(1, 3), integer(0, 3)
+    kernel, stride, padding, output_padding = GEOMETRIES[integer(0, len(GEOMETRIES) - 1)]
+    channels_in, channels_out = (8 * integer(1, 20) if usual else integer(1, 160) for _ in range(2))
+    if integer(0, 4) == 0:
+        channels_out = integer(1, 4)
+    groups = 2 if integer(0, 7) == 0 else 1
+    axes = [(integer(1, (600, 64, 16)[ndim - 1]), kernel, stride, padding, output_padding, 1) for _ in range(ndim)]
+    if ndim > 1 and integer(0, 5) == 0:
+        axes[0] = (axes[0][0], 1, 1, 0, 0, 1)  # as in anisotropic and in video networks
+    batch = (integer(1, 4),)
+    case = _case_of("layer", batch, groups * channels_in, channels_out, groups, axes, bias=integer(0, 1) > 0)
+    fits = _work(case) * channels_in <= max_products and min(case.output) > 0
+    return case if fits else draw_layer(integer, max_products)
 
 
 def _case_of(name, batch, channels_in, channels_out, groups, axes, bias):

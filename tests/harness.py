@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import fastconvt
 from fastconvt._library import require_operators
+from tests import reference
 
 require_operators()  # or each test would fail in its own way
 
@@ -80,6 +81,20 @@ def forward_act(case, input, weight, bias, activation, alpha=0.01, **kwargs):
 def backward(case, grad_output, input, weight, mask=(True, True, True), **kwargs):
     op = getattr(torch.ops.fastconvt, f"{case.op}_backward")
     return op(grad_output, input, weight, *case.args, list(mask), **kwargs)
+
+
+def check_second_derivatives(case, grad_output, input, weight, which, factor, tf32=False):
+    """The derivatives of one of the gradients, multiplied by ``factor``: each is one of the plain results again."""
+    x, w, grad = (t.detach().requires_grad_() for t in (input, weight, grad_output))
+    result = backward(case, grad, x, w, [i == which for i in range(3)], allow_tf32=tf32)[which]
+    to_grad, to_x, to_w = torch.autograd.grad(result, (grad, x, w), factor, allow_unused=True)
+    assert [t is None for t in (to_x, to_w)] == [which != 1, which != 0]
+    if which == 2:
+        assert torch.equal(to_grad, factor.reshape(-1, *[1] * case.ndim).expand_as(grad))
+        return
+    x, w = (factor, w) if which == 0 else (x, factor)
+    reference.output_rule(x, w, None, *case.args, tf32=tf32)([to_grad])
+    reference.gradients_rule(grad, x, w, *case.args, tf32=tf32)([to_x, to_w, None])
 
 
 def expected_strides(case, input, weight):

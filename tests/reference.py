@@ -34,6 +34,13 @@ ACTIVATIONS = {
     "sigmoid": lambda x, alpha: x.sigmoid(),
     "hardswish": lambda x, alpha: F.hardswish(x),
 }
+# The derivatives that an activation's own output determines, times a gradient, by ATen.
+OF_OUTPUT = {
+    "relu": lambda grad, y, alpha: torch.ops.aten.threshold_backward(grad, y, 0),
+    "leaky_relu": lambda grad, y, alpha: torch.ops.aten.leaky_relu_backward(grad, y, alpha, True),
+    "tanh": lambda grad, y, alpha: torch.ops.aten.tanh_backward(grad, y),
+    "sigmoid": lambda grad, y, alpha: torch.ops.aten.sigmoid_backward(grad, y),
+}
 # h(v) = v * sigmoid(v + 3) / 6 is at most 0.1678 steep (at v = 2.03), its derivative at most 0.1029 (at v = -2.39).
 HARDSWISH_SLOPE = 0.17
 HARDSWISH_CURVATURE = 0.11
@@ -186,6 +193,15 @@ def activation_rule(activation, alpha, input, weight, bias, *args, tf32=False):
     expected = function(conv_transpose(input, weight, bias, *args), alpha)
     scale = max(1.5, abs(alpha)) * magnitude(input, weight, bias, *args) + expected.abs().nan_to_num()
     return _rule([expected], [scale], input.dtype, lambda: [pytorch()], tf32, ["output"])
+
+
+def activation_gradient(activation, alpha, grad_output, conv, output):
+    """The gradient at the convolution in the dtype of the call, from the rounded tensor that autograd keeps: the
+    ``output`` where that determines the derivative, else ``conv``. So rounding at a kink is no error of a gradient."""
+    if activation in OF_OUTPUT and not (activation == "leaky_relu" and alpha < 0):
+        return OF_OUTPUT[activation](grad_output, output, alpha)
+    leaf = conv.detach().requires_grad_()
+    return torch.autograd.grad(ACTIVATIONS[activation](leaf, alpha), leaf, grad_output)[0]
 
 
 def gradients_rule(grad_output, input, weight, stride=1, padding=0, output_padding=0, groups=1, dilation=1, tf32=False):

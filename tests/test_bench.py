@@ -16,7 +16,7 @@ import fastconvt
 from fastconvt.bench import accuracy, chart, floor, report, summary, timing, tune
 from fastconvt.bench.__main__ import main
 from fastconvt.bench.contestants import build_calls, flipped, pytorch
-from fastconvt.bench.layers import DTYPES, REFERENCE, Layer, load_suite, make_tensors
+from fastconvt.bench.layers import DTYPES, REFERENCE, Layer, load_suite, make_tensors, with_relu
 
 ROOT = Path(__file__).parents[1]
 AXES = ("input", "kernel", "stride", "padding", "output_padding", "dilation")
@@ -55,13 +55,13 @@ def run(suite, tmp_path, *arguments):
         return status, list(csv.DictReader(opened))
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward", "train"])
+@pytest.mark.parametrize("mode", ["forward", "backward", "train", "forward_relu", "train_relu"])
 def test_rows_table_and_chart(suite, tmp_path, capsys, mode):
     chart = tmp_path / "chart.png"
     status, rows = run(suite, tmp_path, "--mode", mode, "--plot", str(chart))
     assert status == 0
     assert list(rows[0]) == report.COLUMNS
-    assert [row["layer"] for row in rows] == ["one", "two", "three", "fused"]
+    assert [row["layer"] for row in rows] == ["one", "two", "three"] + ["fused"] * ("relu" not in mode)
     for row in rows:
         assert (row["suite"], row["mode"], row["precision"], row["layout"]) == ("tiny", mode, "fp32", "contiguous")
         assert float(row["ours_ms"]) >= float(row["ours_min_ms"]) > 0
@@ -134,10 +134,11 @@ def test_a_failure_is_told_and_the_others_still_run(suite, tmp_path, monkeypatch
 
 
 def test_explain_prints_plans_and_times_nothing(suite, tmp_path, capsys):
-    assert main(["--suite", str(suite), "--device", "cpu", "--explain", "--csv", str(tmp_path / "rows.csv")]) == 0
+    options = ["--suite", str(suite), "--device", "cpu", "--explain", "--csv", str(tmp_path / "rows.csv")]
+    assert main([*options, "--mode", "forward,train_relu"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("*") == len(SUITE)
-    assert "aten" in printed
+    assert printed.count("*") == len(SUITE) + 3 * (len(SUITE) - 1)
+    assert "aten" in printed and "  conv_transpose3d_act\n" in printed
     assert not (tmp_path / "rows.csv").exists()
 
 
@@ -188,6 +189,27 @@ def test_errors_are_zero_for_exact_results_and_see_a_wrong_element(layer, mode, 
             assert found > 1e-5 if wrong == 1e-2 else found == math.inf
 
 
+@pytest.mark.parametrize("layer", [with_relu(layer) for layer in LAYERS[:3]], ids=lambda layer: layer.name)
+def test_a_relu_lets_pass_what_the_checked_output_does(layer):
+    tensors = make_tensors(layer, torch.float64, "contiguous", torch.device("cpu"))
+    found = build_calls(layer, tensors, "contiguous", "train", ["eager"])
+    torch.testing.assert_close(found["ours"](), found["eager"]())
+    conv = pytorch(replace(layer, relu=False), tensors)
+    assert torch.equal(found["eager"]()[0], conv.relu())
+    # The largest rounding that turns an output's sign: both signs are right, with their own gradients.
+    at = conv.abs().argmin()
+    tensors.bias[at // conv[0, 0].numel() % layer.out_channels] -= conv.flatten()[at]
+    sides = []
+    for sign in (-1, 1):
+        moved = replace(tensors, bias=tensors.bias + sign * 1e-15)
+        sides.append(build_calls(layer, moved, "contiguous", "train", ["eager"])["eager"]())
+    assert not torch.equal(sides[0][3], sides[1][3])
+    errors = accuracy.errors(layer, tensors, "train", {str(i): side for i, side in enumerate(sides)})
+    assert max(errors.values()) < 1e-13
+    mixed = accuracy.errors(layer, tensors, "train", {"": (sides[0][0], *sides[1][1:])})
+    assert mixed[""] > 1e-5
+
+
 def test_data_is_random_and_inside_the_clamp():
     for layer in LAYERS:
         tensors = make_tensors(layer, torch.float32, "contiguous", torch.device("cpu"))
@@ -231,6 +253,8 @@ def test_the_floors_of_the_reference_layers(on_h200):
     assert floor.floor_ms(plain, "fp32", "backward", H200) == pytest.approx(backward)
     assert floor.floor_ms(plain, "tf32", "backward", H200) == pytest.approx(4e3 * (2 * operands + output) / 4.3e12)
     assert floor.floor_ms(plain, "fp32", "train", H200) == pytest.approx(forward + backward)
+    relu = floor.floor_ms(with_relu(plain), "tf32", "backward", H200)
+    assert relu == pytest.approx(4e3 * (2 * (operands + 64) + 2 * output) / 4.3e12)
     chain_bytes = 4 * (128 * 3 * 16 * 32 * 32 + 3 * 16 * 27 + 16 + 128 * 31 * 63 * 63)  # its output has one channel
     assert floor.floor_ms(chain, "tf32", "forward", H200) == pytest.approx(1e3 * chain_bytes / 4.3e12)
     assert floor.floor_ms(chain, "fp32", "forward", H200) == pytest.approx(2 * 2_497_265_664e3 / 55e12)
@@ -317,8 +341,10 @@ def results(tmp_path):
     for row in (
         result("a", 9.0, 10.0),
         result("b", 0.4, 3.6, 0.3),
-        result("c", 0.5, 5.0, precision="bf16", ours_err=1e-2, graph=1),
-        result("a", 0.4, 1.6, 6.4),
+        result("c", 0.5, 5.0, precision="bf16", ours_err=1e-2, graph=1, ours_peak_mb=3.0, eager_peak_mb=3.0),
+        result("a", 0.4, 1.6, 6.4, ours_peak_mb=3.0, eager_peak_mb=2.0),
+        result("d", 0.4, 0.4, mode="backward", plan="aten+aten"),
+        result("e", 0.4, 0.8, mode="backward", plan="gemm_dgrad+aten", eager_other_layout_ms=0.2),
     ):
         report.append(path, row)
     return path
@@ -329,10 +355,19 @@ def test_summary_of_a_file(results, capsys):
     lines = capsys.readouterr().out.splitlines()
     cells = [line.split() for line in lines]
     # a: 4 and 16 times as fast, b: 9 and 0.75 times; both reach half of the floor
-    assert ["relatives", "forward", "fp32", "contiguous", "2", "6.00", "x", "3.46", "x", "1.73", "x", "50%"] in cells
-    assert ["relatives", "forward", "bf16", "contiguous", "1", "10.00", "x", "-", "10.00", "x", "40%"] in cells
+    means = {(cell[1], cell[2]): " ".join(cell[4:]) for cell in cells if cell[0] == "relatives"}
+    assert means["forward", "fp32"] == "2 6.00 x 6.00 x 3.46 x 1.73 x 50%"
+    assert means["forward", "bf16"] == "1 10.00 x 10.00 x - 10.00 x 40%"
+    # d is left to ATen and counts 0.97, e is twice as fast as eager and half as fast as the other layout
+    assert means["backward", "fp32"] == "2 1.39 x 0.70 x - 0.70 x 50%"
     losing = [line for line in lines if line.startswith("Slower")]
-    assert losing == ["Slower than the fastest peer: b, forward, fp32, contiguous: 0.75 x torch.compile (0.4 / 0.3 ms)"]
+    assert losing == [
+        "Slower than the fastest peer: e, backward, fp32, contiguous: 0.50 x other layout (0.4 / 0.2 ms)",
+        "Slower than the fastest peer: b, forward, fp32, contiguous: 0.75 x torch.compile (0.4 / 0.3 ms)",
+    ]
+    assert [line for line in lines if "memory" in line] == [
+        "More memory than PyTorch: a, forward, fp32, contiguous: 3 / 2 MB"
+    ]
     assert [line for line in lines if "rule" in line] == [
         "Outside the rule of accuracy: c, forward, bf16, contiguous: 0.01"
     ]

@@ -8,12 +8,14 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fastconvt
 from fastconvt import _gradients, _shapes
 from tests import harness, reference
 from tests.cases import BY_NAME, Case
 
 OPS = torch.ops.fastconvt
-CHAIN = OPS.conv_transpose3d_logsumexp_hardswish
+CHAIN_NAME = "conv_transpose3d_logsumexp_hardswish"
+CHAIN = getattr(OPS, CHAIN_NAME)
 CHAIN_CASE = Case("chain", (3, 4, 2, 3, 2), (4, 3, 2, 3, 1), (2, 1, 3), (1, 0, 0), (1, 0, 2), 2, (1, 2, 1))
 NAMES = ("unequal_1d", "unequal_2d", "unequal_3d", "unbatched_2d", "dilation_gcd_2", "output_padding_beyond_stride")
 SMALL = [
@@ -25,8 +27,8 @@ SMALL = [
 ]
 
 
-def leaves(case, bias=True):
-    x, w, b = (None if t is None else t.requires_grad_() for t in case.tensors(torch.float64))
+def leaves(case, bias=True, device="cpu"):
+    x, w, b = (None if t is None else t.requires_grad_() for t in case.tensors(torch.float64, device))
     return (x, w, b) if bias and case.bias else (x, w)
 
 
@@ -35,9 +37,23 @@ def call(case):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradcheck(name):
+def test_gradcheck(name, device):
     case = BY_NAME[name]
-    assert gradcheck(call(case), leaves(case), fast_mode=True)
+    assert gradcheck(call(case), leaves(case, device=device), fast_mode=True)
+
+
+@pytest.mark.parametrize("activation", ["none", "tanh", "gelu"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_first_and_second_derivatives_on_every_candidate(case, activation, device):
+    """Of the forward and of both gradients, where they take float64; tests/test_gpu.py has the others."""
+    function = call(case)
+    if activation != "none":
+        function = lambda x, w, b=None: harness.forward_act(case, x, w, b, activation)  # noqa: E731
+    ops = case.op, f"{case.op}_input_gradient", f"{case.op}_weight_gradient"
+    for name in dict.fromkeys(name for op in ops for name in harness.candidates(case, torch.float64, device, op)):
+        with fastconvt.force(name):
+            assert gradcheck(function, leaves(case, device=device), fast_mode=True), name
+            assert gradgradcheck(function, leaves(case, device=device), fast_mode=True), name
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -139,10 +155,10 @@ def test_checkpointing():
 # The fused chain
 
 
-def chain_leaves(dtype=torch.float64, bias=True):
-    x, w, b = CHAIN_CASE.tensors(dtype)
+def chain_leaves(dtype=torch.float64, bias=True, device="cpu"):
+    x, w, b = CHAIN_CASE.tensors(dtype, device)
     return [t.requires_grad_() for t in (x, w, b if bias else None) if t is not None] + [
-        torch.tensor([[0.1]], dtype=dtype, requires_grad=True)
+        torch.tensor([[0.1]], dtype=dtype, device=device, requires_grad=True)
     ]
 
 
@@ -157,8 +173,11 @@ def torch_chain(x, w, b, subtrahend, min=-1.0, max=1.0):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_chain_gradcheck(bias):
-    assert gradcheck(chain, chain_leaves(bias=bias), fast_mode=True)
+def test_chain_gradcheck(bias, device):
+    ops = CHAIN_NAME, f"{CHAIN_NAME}_backward"
+    for name in {name for op in ops for name in harness.candidates(CHAIN_CASE, torch.float64, device, op)}:
+        with fastconvt.force(name):
+            assert gradcheck(chain, chain_leaves(bias=bias, device=device), fast_mode=True), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

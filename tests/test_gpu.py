@@ -146,6 +146,32 @@ def test_every_candidate_where_tf32_is_allowed(case):
         harness.check_every(outputs, reference.chain_rule(*tensors, *case.args, tf32=True))
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_gradient_where_tf32_is_allowed(case, channels_last):
+    if channels_last and (case.ndim == 1 or not case.batched):
+        pytest.skip("one layout")
+    x, w, _ = case.tensors(device=CUDA, channels_last=(channels_last, channels_last))
+    grad = case.grad_output(device=CUDA)
+    rule = reference.gradients_rule(grad, x, w, *case.args, tf32=True)
+    call = functools.partial(harness.backward, case, grad, x, w, allow_tf32=True)
+    for _, grads in harness.on_every_gradient(case, call, torch.float32, CUDA, channels_last=channels_last, tf32=True):
+        rule(grads)
+
+
+@pytest.mark.parametrize("setting", ["float32", "tf32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_second_derivatives_on_every_gradient(case, setting):
+    """What gradgradcheck says in float64, of the candidates that do not take it."""
+    dtype, tf32 = torch.bfloat16 if setting == "bfloat16" else torch.float32, setting == "tf32"
+    x, w, _ = case.tensors(dtype, CUDA)
+    grad, factors = case.grad_output(dtype, CUDA), case.tensors(dtype, CUDA, seed=2)
+    for which, op in ((0, "input"), (1, "weight")):
+        for name in harness.candidates(case, dtype, CUDA, f"{case.op}_{op}_gradient", tf32=tf32):
+            with fastconvt.force(name):
+                harness.check_second_derivatives(case, grad, x, w, which, factors[which], tf32)
+
+
 @pytest.mark.parametrize("case", LAYERS, ids=str)
 def test_same_bits_beside_a_busy_stream(case):
     x, w, b = case.tensors(device=CUDA)

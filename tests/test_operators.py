@@ -1,14 +1,18 @@
 """The contract of the registered operators: fakes, layouts, errors in every mode, autocast and FLOP counts."""
 
+import functools
 import itertools
+import warnings
 
 import pytest
 import torch
+from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import fastconvt
 from tests import harness, illegal, reference
-from tests.cases import BY_NAME, Case
+from tests.cases import BY_NAME, Case, to_channels_last
 
 OPS = torch.ops.fastconvt
 CHAIN = illegal.CHAIN
@@ -90,6 +94,55 @@ def test_gradient_has_the_strides_of_the_weight(shape, memory_format):
     w = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
     OPS.conv_transpose2d(x, w, None, [2]).sum().backward()
     assert w.grad.stride() == w.stride()
+
+
+WEIGHT_LAYOUTS = [lambda w: w, to_channels_last, harness.axes_reversed, harness.last_axes_swapped]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["unequal_1d", "reference_2d", "dense_k3_s1", "depthwise_k4_s2", "one_pixel_3d"])
+def test_weight_gradients_keep_the_layout_of_the_weight(name, dtype, device):
+    """What DistributedDataParallel counts on, on every candidate and whatever the other tensors' layouts are."""
+    case = BY_NAME[name]
+    for weight_layout, last in itertools.product(WEIGHT_LAYOUTS, (False, True)):
+        x, w, _ = case.tensors(dtype, device, channels_last=(last, False))
+        w = weight_layout(w)
+        grad = case.grad_output(dtype, device)
+        grads_last = harness.is_channels_last(x) or harness.is_channels_last(w)
+        for made_by, grads in harness.on_every_gradient(
+            case, functools.partial(harness.backward, case, grad, x, w), dtype, device, channels_last=grads_last
+        ):
+            assert grads[1] is None or grads[1].stride() == w.stride(), made_by
+
+
+def test_distributed_data_parallel_finds_the_layout_that_it_expects(tmp_path, device):
+    """A gradient of other strides than its parameter would be copied in every step."""
+    layers = [nn.ConvTranspose2d(6, 4, 3, 2), nn.ConvTranspose2d(4, 6, 2).to(memory_format=torch.channels_last)]
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = fastconvt.conv_transpose2d_act(x, layer.weight, layer.bias, layer.stride, activation="relu")
+            return x
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        network, found = nn.parallel.DistributedDataParallel(Network().to(device)), []
+        for parameter in network.parameters():
+            parameter.register_hook(lambda grad, parameter=parameter: found.append((grad.stride(), parameter.stride())))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*strides.*")
+            for memory_format in (torch.contiguous_format, torch.channels_last):
+                x = torch.randn(2, 6, 5, 7, device=device).contiguous(memory_format=memory_format)
+                network(x).square().sum().backward()
+        assert len(found) == 8 and all(grad == parameter for grad, parameter in found), found
+        assert all(parameter.grad.any() for parameter in network.parameters())
+    finally:
+        distributed.destroy_process_group()
 
 
 def real_call(call):

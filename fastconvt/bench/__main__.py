@@ -16,11 +16,12 @@ from fastconvt.bench import accuracy, chart, report, summary, timing
 from fastconvt.bench.contestants import PEERS, build_calls
 from fastconvt.bench.device import choose_device, device_name, file_stem
 from fastconvt.bench.floor import floor_ms
-from fastconvt.bench.layers import DTYPES, SUITES, Layer, fit, load_suite, make_tensors
+from fastconvt.bench.layers import DTYPES, SUITES, Layer, fit, load_suite, make_tensors, with_relu
 
 NEEDED = ("rich", "matplotlib")
 SECONDS = {"cpu": 6.0, "cuda": 2.0}
-MODES = ("forward", "backward", "train")
+RELU = "_relu"  # ends the name of a mode in which each layer has a bias and a relu
+MODES = ("forward", "backward", "train", f"forward{RELU}", f"train{RELU}")
 LAYOUTS = ("contiguous", "channels_last")
 
 
@@ -79,6 +80,11 @@ class Job:
     layout: str
 
     @property
+    def passes(self) -> str:
+        """forward, backward or train: what runs, of the layer as it is here."""
+        return self.mode.removesuffix(RELU)
+
+    @property
     def columns(self) -> dict[str, str]:
         names = {"suite": self.suite, "layer": self.layer.name}
         return names | {"mode": self.mode, "precision": self.precision, "layout": self.layout}
@@ -89,14 +95,15 @@ class Job:
 
 def describe(layer: Layer) -> str:
     kernel, stride = ("x".join(map(str, sizes)) for sizes in (layer.kernel, layer.stride))
-    return f"{layer.name} {list(layer.input_shape)}, {layer.out_channels} channels, kernel {kernel}, stride {stride}"
+    text = f"{layer.name} {list(layer.input_shape)}, {layer.out_channels} channels, kernel {kernel}, stride {stride}"
+    return text + ", bias and relu" * layer.relu
 
 
 def plans_of(job: Job, device: torch.device) -> dict[str, dict]:
     """The plans that the job's mode needs, by the operation's name."""
-    operator = job.layer.operator
+    operator, forward = job.layer.operator, ["_act" if job.layer.relu else ""]
     gradients = ["_backward"] if job.layer.fused else ["_input_gradient", "_weight_gradient"]
-    endings = {"forward": [""], "backward": gradients, "train": ["", *gradients]}[job.mode]
+    endings = {"forward": forward, "backward": gradients, "train": forward + gradients}[job.passes]
     return {
         operator + ending: fastconvt.plan(
             operator + ending,
@@ -108,6 +115,7 @@ def plans_of(job: Job, device: torch.device) -> dict[str, dict]:
             memory_format=job.layer.memory_format(job.layout),
             device=device,
             allow_tf32=job.precision == "tf32",
+            activation="relu" if ending == "_act" else "none",
         )
         for ending in endings
     }
@@ -131,7 +139,7 @@ def run_job(
     """Check and time one row. Returns it and what went wrong; ``progress`` is told the share that is done."""
     layer = job.layer
     tensors = make_tensors(layer, DTYPES[job.precision], job.layout, device)
-    calls = build_calls(layer, tensors, job.layout, job.mode, peers)
+    calls = build_calls(layer, tensors, job.layout, job.passes, peers)
     results, problems, row = {}, [], dict(job.columns)
     for name, call in list(calls.items()):
         try:
@@ -142,7 +150,7 @@ def run_job(
         except (RuntimeError, NotImplementedError) as error:
             problems.append(f"{job}: {name}: {error}")
             del calls[name]
-    for name, error in accuracy.errors(layer, tensors, job.mode, results).items():
+    for name, error in accuracy.errors(layer, tensors, job.passes, results).items():
         row[f"{name}_err"] = error
     results.clear()
     if device.type == "cuda":
@@ -157,7 +165,7 @@ def run_job(
         row |= {"ours_ms": times["ours"].median, "ours_min_ms": times["ours"].minimum}
         row["plan"] = "+".join(plan["choice"] for plan in plans_of(job, device).values())
     row |= {PEERS[name].column: value.median for name, value in times.items() if name != "ours"}
-    row |= {"floor_ms": floor_ms(layer, job.precision, job.mode, device), "graph": 1 if measured.graph else None}
+    row |= {"floor_ms": floor_ms(layer, job.precision, job.passes, device), "graph": 1 if measured.graph else None}
     row |= {"clock_ghz": measured.clock_ghz, "note": measured.note}
     return row, problems
 
@@ -201,8 +209,12 @@ def select_jobs(options: argparse.Namespace, device: torch.device) -> list[Job]:
         for layer in load_suite(suite)
         if re.search(options.filter, layer.name)
     ]
-    settings = itertools.product(options.mode, options.precision, options.layout)
-    jobs = [Job(suite, layer, *setting) for setting in settings for suite, layer in layers]
+    jobs = []
+    for mode, *setting in itertools.product(options.mode, options.precision, options.layout):
+        if mode.endswith(RELU):
+            jobs += [Job(suite, with_relu(layer), mode, *setting) for suite, layer in layers if not layer.fused]
+        else:
+            jobs += [Job(suite, layer, mode, *setting) for suite, layer in layers]
     jobs = [job for job in jobs if job.layout == "contiguous" or job.layer.dimensions > 1]
     if not jobs:
         raise ValueError("no layer is left to run")

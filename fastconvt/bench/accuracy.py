@@ -3,7 +3,8 @@
     max |y - ref| / (sum |x||w| + |b|) <= max(2 * PyTorch's own, 2^-20 fp32, 2^-10 TF32 and fp16, 2^-8 bf16)
 
 A gradient is measured by its own sum of absolute products. The reference is PyTorch in float64, a few
-samples at a time.
+samples at a time. Where a relu follows, rounding decides on which side of zero an output falls, and so whether the
+gradient passes: the reference lets it pass where the output that is checked is positive.
 """
 
 import math
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from fastconvt.bench.contestants import fused_tail, pytorch
+from fastconvt.bench.contestants import pytorch, tail
 from fastconvt.bench.layers import Layer, Tensors
 
 FLOORS = {"fp32": 2.0**-20, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-8}
@@ -32,6 +33,8 @@ def limit(precision: str, eager_error: float | None) -> float:
 
 def errors(layer: Layer, tensors: Tensors, mode: str, results: dict[str, Sequence[torch.Tensor]]) -> dict[str, float]:
     """The largest error of each contestant's results in ``mode``; inf where one is not finite."""
+    if layer.relu and mode == "train":
+        return {who: error_through_relu(layer, tensors, *found) for who, found in results.items()}
     names = result_names(layer, mode)
     named = {who: dict(zip(names, tensors_of, strict=True)) for who, tensors_of in results.items()}
     worst = dict.fromkeys(results, 0.0)
@@ -54,6 +57,14 @@ def errors(layer: Layer, tensors: Tensors, mode: str, results: dict[str, Sequenc
     for name, expected in sums.items():
         compare(name, expected)
     return worst
+
+
+def error_through_relu(layer: Layer, tensors: Tensors, output: torch.Tensor, *gradients: torch.Tensor) -> float:
+    """The largest error of an output and of the gradients that passed where it is positive."""
+    passed = replace(tensors, grad_output=tensors.grad_output * (output > 0))
+    of_output = errors(layer, tensors, "forward", {"": [output]})
+    of_gradients = errors(replace(layer, relu=False), passed, "backward", {"": gradients})
+    return max(of_output[""], of_gradients[""])
 
 
 def result_names(layer: Layer, mode: str) -> list[str]:
@@ -79,9 +90,9 @@ def reference(layer: Layer, tensors: Tensors, mode: str, rows: slice) -> dict[st
             leaf.requires_grad_()
     # Float64 is outside what cuDNN is fast at: its search for an algorithm would take longer than it saves.
     with torch.set_grad_enabled(mode != "forward"), torch.backends.cudnn.flags(enabled=True, benchmark=False):
-        plain = replace(layer, operator=f"conv_transpose{layer.dimensions}d")
+        plain = replace(layer, operator=f"conv_transpose{layer.dimensions}d", relu=False)
         conv, size = pytorch(plain, exact), pytorch(plain, sizes)
-        output = fused_tail(conv, exact.subtrahend) if layer.fused else conv
+        output = tail(layer, conv, exact)
         expected = {}
         if mode != "backward":
             scale = fused_scale(conv, size, exact.subtrahend, output) if layer.fused else size

@@ -26,14 +26,23 @@ def fused_tail(conv: torch.Tensor, subtrahend: torch.Tensor) -> torch.Tensor:
 def pytorch(layer: Layer, tensors: Tensors) -> torch.Tensor:
     """The layer in plain PyTorch."""
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[layer.dimensions - 1]
-    out = function(tensors.input, tensors.weight, tensors.bias, **layer.options)
-    return fused_tail(out, tensors.subtrahend) if layer.fused else out
+    return tail(layer, function(tensors.input, tensors.weight, tensors.bias, **layer.options), tensors)
+
+
+def tail(layer: Layer, conv: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    """What follows the convolution in the layer, in PyTorch."""
+    if layer.fused:
+        return fused_tail(conv, tensors.subtrahend)
+    return F.relu(conv, inplace=True) if layer.relu else conv
 
 
 def ours(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tensors]:
     function = getattr(fastconvt, layer.operator)
     if layer.fused:
         return lambda t: function(t.input, t.weight, t.bias, t.subtrahend, **layer.options), tensors
+    if layer.relu:
+        with_activation = getattr(fastconvt, f"{layer.operator}_act")
+        return lambda t: with_activation(t.input, t.weight, t.bias, **layer.options, activation="relu"), tensors
     return lambda t: function(t.input, t.weight, t.bias, **layer.options), tensors
 
 
@@ -73,8 +82,7 @@ def flipped(layer: Layer, tensors: Tensors, layout: str) -> tuple[Forward, Tenso
         weight = t.weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
         weight = weight.flip(list(range(2, weight.dim())))
         input = F.pad(t.input, uneven) if any(uneven) else t.input  # negative sizes crop
-        out = function(input, weight, t.bias, **keywords)
-        return fused_tail(out, t.subtrahend) if layer.fused else out
+        return tail(layer, function(input, weight, t.bias, **keywords), t)
 
     return forward, tensors
 

@@ -4,7 +4,8 @@
 
 Bytes: every operand is read once and every result written once, whatever a kernel needs in between. Multiply-adds:
 those of taps in range, and nothing else: logarithms and exponentials are not counted. The backward pass makes two
-products of the forward's size; forward and backward together are the sum of both floors.
+products of the forward's size, and reads the output where a relu made it; forward and backward together are the sum of
+both floors.
 """
 
 import math
@@ -45,7 +46,10 @@ def elements(layer: Layer, mode: str) -> int:
     """Elements moved: operands and output; backward: operands, the output's gradient and the operands' gradients."""
     operands = math.prod(layer.input_shape) + math.prod(layer.weight_shape)
     operands += layer.out_channels if layer.bias else 0
-    return math.prod(layer.output_shape) + operands * (2 if mode == "backward" else 1)
+    output = math.prod(layer.output_shape)
+    if mode == "forward":
+        return output + operands
+    return output * (2 if layer.relu else 1) + 2 * operands
 
 
 def multiply_adds(layer: Layer) -> int:

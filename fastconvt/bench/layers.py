@@ -29,6 +29,7 @@ class Layer:
     output_padding: tuple[int, ...]
     dilation: tuple[int, ...]
     bias: bool
+    relu: bool = False  # follows the convolution
 
     @classmethod
     def from_json(cls, entry: dict) -> "Layer":
@@ -133,6 +134,11 @@ def fit(layer: Layer, device: torch.device, batch: int | None) -> Layer:
     if batch is None:
         batch = layer.batch if device.type == "cuda" else max(1, layer.batch // 8)
     return replace(layer, batch=batch)
+
+
+def with_relu(layer: Layer) -> Layer:
+    """The layer with a bias and a relu after it."""
+    return replace(layer, bias=True, relu=True)
 
 
 @dataclass(frozen=True)
