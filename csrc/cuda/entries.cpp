@@ -399,8 +399,9 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
                                                            std::vector<bool> mask, bool allow_tf32) {
   const std::string name = std::string(plain_name(kSpatial)) + "_backward";
   const Scope scope(input);
-  const Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding,
-                              output_padding, groups, dilation, allow_tf32);
+  Call call = make_call(name.c_str(), kSpatial, {input, weight, {}, {}, grad_output}, stride, padding, output_padding,
+                        groups, dilation, allow_tf32);
+  call.problem.has_bias = mask[2];
   Backward backward(name.c_str(), scope, call, grad_output);
   const auto make = [&](const GradientKernels* kernels, int64_t bits, bool together) {
     return kernels ? backward.make(*kernels, bits, together) : backward.make_by_aten(input, bits);
