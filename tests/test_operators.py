@@ -115,7 +115,7 @@ def test_weight_gradients_keep_the_layout_of_the_weight(name, dtype, device):
             assert grads[1] is None or grads[1].stride() == w.stride(), made_by
 
 
-def test_distributed_data_parallel_finds_the_layout_that_it_expects(tmp_path, device):
+def test_distributed_data_parallel_finds_the_layout_that_it_expects(tmp_path, device, monkeypatch):
     """A gradient of other strides than its parameter would be copied in every step."""
     layers = [nn.ConvTranspose2d(6, 4, 3, 2), nn.ConvTranspose2d(4, 6, 2).to(memory_format=torch.channels_last)]
 
@@ -129,6 +129,7 @@ def test_distributed_data_parallel_finds_the_layout_that_it_expects(tmp_path, de
                 x = fastconvt.conv_transpose2d_act(x, layer.weight, layer.bias, layer.stride, activation="relu")
             return x
 
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         network, found = nn.parallel.DistributedDataParallel(Network().to(device)), []

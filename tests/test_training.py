@@ -143,7 +143,7 @@ def prepare(make, width, size, batch, device):
 def check(prepared, precision, backends, memory_format=torch.contiguous_format):
     model, data, exact = prepared
     model = copy.deepcopy(model).to(memory_format=memory_format)
-    data = [[t.contiguous(memory_format=memory_format) if t.ndim > 3 else t for t in tensors] for tensors in data]
+    data = [[t.contiguous(memory_format=memory_format) if t.is_floating_point() else t for t in ts] for ts in data]
 
     def error(**settings):
         with reference._precision(precision == "tf32"):

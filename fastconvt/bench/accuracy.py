@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from fastconvt.bench.contestants import pytorch, tail
+from fastconvt.bench.contestants import fused_tail, pytorch
 from fastconvt.bench.layers import Layer, Tensors
 
 FLOORS = {"fp32": 2.0**-20, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-8}
@@ -33,8 +33,19 @@ def limit(precision: str, eager_error: float | None) -> float:
 
 def errors(layer: Layer, tensors: Tensors, mode: str, results: dict[str, Sequence[torch.Tensor]]) -> dict[str, float]:
     """The largest error of each contestant's results in ``mode``; inf where one is not finite."""
-    if layer.relu and mode == "train":
-        return {who: error_through_relu(layer, tensors, *found) for who, found in results.items()}
+    if not (layer.relu and mode == "train"):
+        return errors_alike(layer, tensors, mode, results)
+    worst = {}
+    for who, found in results.items():
+        passed = replace(tensors, grad_output=tensors.grad_output * (found[0] > 0))
+        worst |= errors_alike(layer, passed, mode, {who: found})
+    return worst
+
+
+def errors_alike(
+    layer: Layer, tensors: Tensors, mode: str, results: dict[str, Sequence[torch.Tensor]]
+) -> dict[str, float]:
+    """``errors`` of contestants with one reference for all: a relu has let ``grad_output`` pass where it should."""
     names = result_names(layer, mode)
     named = {who: dict(zip(names, tensors_of, strict=True)) for who, tensors_of in results.items()}
     worst = dict.fromkeys(results, 0.0)
@@ -57,14 +68,6 @@ def errors(layer: Layer, tensors: Tensors, mode: str, results: dict[str, Sequenc
     for name, expected in sums.items():
         compare(name, expected)
     return worst
-
-
-def error_through_relu(layer: Layer, tensors: Tensors, output: torch.Tensor, *gradients: torch.Tensor) -> float:
-    """The largest error of an output and of the gradients that passed where it is positive."""
-    passed = replace(tensors, grad_output=tensors.grad_output * (output > 0))
-    of_output = errors(layer, tensors, "forward", {"": [output]})
-    of_gradients = errors(replace(layer, relu=False), passed, "backward", {"": gradients})
-    return max(of_output[""], of_gradients[""])
 
 
 def result_names(layer: Layer, mode: str) -> list[str]:
@@ -92,11 +95,11 @@ def reference(layer: Layer, tensors: Tensors, mode: str, rows: slice) -> dict[st
     with torch.set_grad_enabled(mode != "forward"), torch.backends.cudnn.flags(enabled=True, benchmark=False):
         plain = replace(layer, operator=f"conv_transpose{layer.dimensions}d", relu=False)
         conv, size = pytorch(plain, exact), pytorch(plain, sizes)
-        output = tail(layer, conv, exact)
+        output = fused_tail(conv, exact.subtrahend) if layer.fused else conv
         expected = {}
         if mode != "backward":
             scale = fused_scale(conv, size, exact.subtrahend, output) if layer.fused else size
-            expected["output"] = output.detach(), scale.detach()
+            expected["output"] = (output.relu() if layer.relu else output).detach(), scale.detach()
         if mode != "forward":
             expected |= gradients(layer, exact, sizes, conv, size, output)
     return expected
