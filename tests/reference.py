@@ -32,7 +32,8 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x, alpha: F.gelu(x, approximate="tanh"),
     "tanh": lambda x, alpha: x.tanh(),
     "sigmoid": lambda x, alpha: x.sigmoid(),
-    "hardswish": lambda x, alpha: F.hardswish(x),
+    # In float64 on a GPU, PyTorch's takes 1 / 6 in float32.
+    "hardswish": lambda x, alpha: x * (x + 3).clamp(0, 6) / 6 if x.dtype == torch.float64 else F.hardswish(x),
 }
 # The derivatives that an activation's own output determines, times a gradient, by ATen.
 OF_OUTPUT = {

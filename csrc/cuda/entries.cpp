@@ -263,7 +263,7 @@ class Gradient {
 };
 
 // The kernels of a candidate for a gradient of the input and of the weight; and what makes all gradients and shares
-// work, null if there is nothing, which may refuse tensors for their alignment.
+// work, null if there is nothing, which may refuse tensors for their alignment. It makes both, or any `as_one`.
 using GradientWorkspace = int64_t (*)(const Problem&, const void* grad_output, const void* input, const void* weight);
 struct GradientKernels {
   CandidateId id;
@@ -336,7 +336,7 @@ class Backward {
     const Layout layout = weight_layout(kernels.id, call_.problem);
     Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_, layout) : Gradient::none(call_.input);
     const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
-    if (!together || !kernels.all || !launch_all(kernels, input, weight, bias)) {
+    if (!together || !launch_all(kernels, input, weight, bias)) {
       if (bits & kInputBit) launch_input(kernels, input);
       if (bits & kWeightBit) launch_weight(kernels, weight, bias);
     }
@@ -357,6 +357,8 @@ class Backward {
   // Whether it could.
   bool launch_all(const GradientKernels& kernels, const Gradient& input, const Gradient& weight,
                   const Tensor& bias) const {
+    const bool both = input.data() != nullptr && weight.data() != nullptr;
+    if (!kernels.all || !(both || kernels.as_one)) return false;
     const Tensor as_read = weight_of(call_, kernels.id);
     const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr(), *w = as_read.const_data_ptr();
     const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem, grad, x, w));
