@@ -215,6 +215,14 @@ OWN = [
     ("WEIGHT_GRADIENT", ("depthwise_k4_s2_in_vectors",), ["depthwise_gradients"], ["depthwise_wgrad"]),
     ("INPUT_GRADIENT", ("dense_k3_s1", "bfloat16"), ["mirrored_dgrad", "gemm_dgrad", "dense_dgrad"], ["direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("dense_k3_s1", "bfloat16"), ["gemm_wgrad", "dense_wgrad"], []),
+    ("INPUT_GRADIENT", ("dense_k2_s2_of_64", "bfloat16"), ["pairs_dgrad"], ["direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("dense_k2_s2_of_64", "bfloat16"), ["pairs_wgrad"], []),
+    ("INPUT_GRADIENT", ("dense_k4_s2", "bfloat16"), ["pairs_dgrad"], ["direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("dense_k2_s2_of_12", "float16"), ["pairs_wgrad"], []),
+    ("INPUT_GRADIENT", ("dense_k2_s2_of_64", "float32", True), ["pairs_tf32_gradients"], ["direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("dense_k2_s2_of_64", "float32", True), ["pairs_tf32_gradients"], []),
+    ("INPUT_GRADIENT", ("dense_k3_s1", "float32", True), ["boxes_tf32_gradients"], ["direct_dgrad"]),
+    ("WEIGHT_GRADIENT", ("dense_k3_s1", "float32", True), ["boxes_tf32_gradients"], []),
     ("INPUT_GRADIENT", ("groups_2_of_12",), ["direct_dgrad"], ["direct_dgrad"]),
     ("WEIGHT_GRADIENT", ("groups_2_of_12",), ["direct_wgrad"], []),
     ("CHAIN", ("reference_3d",), ["fused_mma", "fused"], ["fused"]),
@@ -243,11 +251,13 @@ def test_every_candidate_of_a_gpu_has_a_layer_of_its_own(core):
 def test_a_pass_for_the_activation_counts_where_the_kernel_does_not_apply_it(core, _, call, own, __):
     made = problem(core, *call)
     plain = plan_on_gpu(core, "CONV_TRANSPOSE", made)["candidates"]
-    made.activation = "relu"
-    for before, after in zip(plain, plan_on_gpu(core, "CONV_TRANSPOSE", made)["candidates"], strict=True):
-        assert (before["name"], before["supported"]) == (after["name"], after["supported"])
-        if before["supported"]:
-            assert (after["cost_ms"] == before["cost_ms"]) == (before["name"] == "gather")
+    for made.activation in ("relu", "gelu"):
+        for before, after in zip(plain, plan_on_gpu(core, "CONV_TRANSPOSE", made)["candidates"], strict=True):
+            name = before["name"]
+            assert (name, before["supported"]) == (after["name"], after["supported"])
+            if before["supported"]:
+                applied = name == "gather" or (made.activation == "relu" and name != "aten")
+                assert (after["cost_ms"] == before["cost_ms"]) == applied
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

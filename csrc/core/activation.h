@@ -18,6 +18,12 @@ enum class Activation : int {
   kHardswish  // x * min(max(x + 3, 0), 6) / 6
 };
 
+// Whether it is linear on either side of 0, and not steeper below: what most CUDA kernels apply to what they store.
+inline bool is_rectifier(Activation activation, double alpha) {
+  if (activation == Activation::kLeakyRelu) return alpha <= 1 && alpha != 0 && alpha >= -1e30;
+  return activation == Activation::kRelu;
+}
+
 // As an operator's argument names them, by their numbers; fastconvt/_shapes.py has the same list.
 inline constexpr const char* kActivationNames[] = {"none",      "relu", "leaky_relu", "silu",     "gelu",
                                                    "gelu_tanh", "tanh", "sigmoid",    "hardswish"};

@@ -12,15 +12,14 @@
 #include <numeric>
 #include <string>
 
+#include "gemm_weight_taps.h"
 #include "problem.h"
 
 namespace fastconvt {
 
 constexpr int kGemmWeightPositions = 64;           // of a stage
 constexpr int64_t kGemmWeightLongest = 128 << 10;  // positions of a partial sum at most, about
-constexpr int kGemmWeightMaxTaps = 128;
-constexpr int kGemmWeightMaxStride = 8;  // of copies
-constexpr int kGemmWeightMaxSlots = 8;   // of a warpgroup
+constexpr int kGemmWeightMaxSlots = 8;             // of a warpgroup
 constexpr int kGemmWeightMaxStages = 8;
 constexpr int64_t kGemmWeightShared = 226 << 10;  // bytes of a block
 constexpr int kGemmWeightHead = 1024;             // of them, barriers
@@ -32,17 +31,6 @@ struct GemmWeightShape {
 constexpr GemmWeightShape kGemmWeightShapes[] = {{64, 1}, {64, 2}, {64, 3}, {64, 4}, {64, 5}, {32, 2},
                                                  {32, 4}, {32, 5}, {32, 8}, {16, 4}, {16, 8}};
 constexpr int kNumGemmWeightShapes = sizeof(kGemmWeightShapes) / sizeof(kGemmWeightShapes[0]);
-
-// A tap: its number in the kernel, its residue and its shift along depth, height and width. The outputs of counted taps
-// are all outputs, each once.
-struct GemmWeightTap {
-  short number, residue[3], shift[3];
-  bool counted;
-
-  bool same_residue(const GemmWeightTap& other) const {
-    return residue[0] == other.residue[0] && residue[1] == other.residue[1] && residue[2] == other.residue[2];
-  }
-};
 
 // TF32 multiplies numbers of float32 as sums of two of bfloat16, which have more bits than one of TF32.
 inline int gemm_weight_passes(const Problem& p) { return p.element_size() == 4 ? 3 : 1; }
@@ -61,6 +49,7 @@ struct GemmWeightTile {
   int boxes;  // staged for a block at most
   int box_bytes, stage_bytes, stages;
   int64_t kinds, splits;
+  bool clustered;  // the splits of a kind are a cluster, which adds them
   double clocks;
 
   int rows_of_box() const {
@@ -73,79 +62,12 @@ struct GemmWeightTile {
 inline int64_t gemm_weight_size(const Problem& p, int axis) { return axis == 0 ? p.batch : p.axis[axis - 1].in; }
 inline int64_t gemm_weight_stride(const Problem& p, int axis) { return axis == 0 ? 1 : p.axis[axis - 1].stride; }
 
-// Whether taps padding .. padding + stride - 1 of every axis meet every output once, so that the bias's gradient is a
-// sum of what is staged for them.
-inline bool gemm_weight_counts(const Problem& p) {
-  return std::all_of(p.axis.begin(), p.axis.end(), [](const Axis& a) {
-    return (a.dilation == 1 || a.kernel == 1) && a.padding + a.stride <= a.kernel && a.out() <= a.in * a.stride;
-  });
-}
-
-// Taps by residue, those of one residue by shift. Returns how many.
-inline int gemm_weight_taps(const Problem& p, std::array<GemmWeightTap, kGemmWeightMaxTaps>& taps) {
-  int count = 0;
-  const auto residues = [&](const Axis& axis, auto&& visit) {
-    for (int64_t r = 0; r < axis.stride; ++r) {
-      for (int64_t t = 0; t < axis.kernel; ++t) {
-        if (t * axis.dilation % axis.stride == r) {
-          visit(r);
-          break;
-        }
-      }
-    }
-  };
-  const auto with_residue = [&](const Axis& axis, int64_t r, auto&& visit) {
-    for (int64_t t = 0; t < axis.kernel; ++t) {
-      if (t * axis.dilation % axis.stride == r) visit(t, t * axis.dilation / axis.stride);
-    }
-  };
-  residues(p.axis[0], [&](int64_t rd) {
-    residues(p.axis[1], [&](int64_t rh) {
-      residues(p.axis[2], [&](int64_t rw) {
-        with_residue(p.axis[0], rd, [&](int64_t kd, int64_t ed) {
-          with_residue(p.axis[1], rh, [&](int64_t kh, int64_t eh) {
-            with_residue(p.axis[2], rw, [&](int64_t kw, int64_t ew) {
-              const auto s = [](int64_t x) { return static_cast<short>(x); };
-              const int64_t number = (kd * p.axis[1].kernel + kh) * p.axis[2].kernel + kw;
-              const auto counted = [](const Axis& a, int64_t t) { return t >= a.padding && t < a.padding + a.stride; };
-              taps[count++] = {s(number),
-                               {s(rd), s(rh), s(rw)},
-                               {s(ed), s(eh), s(ew)},
-                               counted(p.axis[0], kd) && counted(p.axis[1], kh) && counted(p.axis[2], kw)};
-            });
-          });
-        });
-      });
-    });
-  });
-  return count;
-}
-
-// What a block stages for its slots, one residue of one block of channels after the other: calls
-// visit(first slot, last slot + 1, least shifts, greatest shifts).
-template <typename Taps, typename Visit>
-void gemm_weight_boxes(const Taps& taps, int count, int first, int last, Visit&& visit) {
-  for (int slot = first; slot < last;) {
-    const GemmWeightTap& tap = taps[slot % count];
-    int least[3], most[3], end = slot;
-    for (int a = 0; a < 3; ++a) least[a] = most[a] = tap.shift[a];
-    for (; end < last && end / count == slot / count && taps[end % count].same_residue(tap); ++end) {
-      for (int a = 0; a < 3; ++a) {
-        least[a] = std::min<int>(least[a], taps[end % count].shift[a]);
-        most[a] = std::max<int>(most[a], taps[end % count].shift[a]);
-      }
-    }
-    visit(slot, end, least, most);
-    slot = end;
-  }
-}
-
-// Clocks of a block for a stage, about.
+// Clocks of a block for a stage, about: products, or rows that are copied.
 inline double gemm_weight_stage_clocks(const GemmWeightTile& t) {
   const GemmWeightShape shape = kGemmWeightShapes[t.shape];
-  const double product = 8.0 * shape.slots * (shape.width / 2 + 5) + 60;
-  const double rows = double(t.boxes * t.rows_of_box() + kGemmWeightPositions * (t.rows ? 2 : 1));  // that are copied
-  return std::max({product, double(t.stage_bytes) / 34, 2.4 * rows, 350.0});
+  const double product = shape.slots * (1.385 * shape.width + 9.3) + 676;
+  const double rows = double(t.boxes * t.rows_of_box() + kGemmWeightPositions * (t.rows ? 2 : 1));
+  return std::max(product, 3.6 * rows) * (t.rows ? 1 : 1.04);
 }
 
 // Chooses the positions of a stage, for the halos of a block (by axis), and what follows from them.
@@ -211,7 +133,7 @@ inline bool gemm_weight_may_be_direct(const Problem& p) {
   return p.element_size() == 2 && p.layout == Layout::kContiguous && p.axis[2].in % 8 == 0 && p.axis[2].in >= 32;
 }
 
-constexpr double kGemmWeightClocksMs = 1.7e6;
+constexpr double kGemmWeightClocksMs = 1.9e6;
 // Bytes a millisecond that packing reads and writes.
 inline double gemm_weight_pack_rate(const Problem& p) { return p.element_size() == 4 ? 3.8e9 : 3e9; }
 
@@ -223,36 +145,85 @@ inline bool gemm_weight_sums_bias(const Problem& p, const GemmWeightTile& t) {
          t.slots <= taps * (kGemmWeightBiasBlocks - 1) + 1;
 }
 
+// Clusters of some blocks that run at once on an H200.
+inline int64_t gemm_weight_clusters(int64_t blocks) {
+  return blocks == 1 ? 132 : blocks == 2 ? 66 : blocks == 3 ? 39 : blocks == 4 ? 30 : 15;
+}
+
+// Whether blocks, or clusters, turn sums into the weight's gradient themselves, where stages were: a cluster's blocks
+// leave their sums there, and each finishes a share of the columns.
+constexpr int kGemmWeightSkew = 16;  // bytes between rows at most, which keep banks apart
+inline int64_t gemm_weight_staged_bytes(const Problem& p, const GemmWeightTile& t) {
+  const int width = kGemmWeightShapes[t.shape].width;
+  const int64_t rows = t.rows ? 128 : 64, element = p.element_size();
+  if (!t.clustered) return rows * (t.slots * width * element + kGemmWeightSkew);
+  const int64_t share = ceil_div(int64_t{width / 8}, t.splits) * 8;
+  return int64_t{kGemmWeightShapes[t.shape].slots} * width * 512 + rows * (t.slots * share * element + kGemmWeightSkew);
+}
+inline bool gemm_weight_finishes(const Problem& p, const GemmWeightTile& t) {
+  if (t.clustered ? t.splits > kGemmWeightShapes[t.shape].width / 8 : t.splits > 1) return false;
+  return gemm_weight_staged_bytes(p, t) <= int64_t{t.stages} * t.stage_bytes;
+}
+
 inline int64_t gemm_weight_pitch(const Problem& p) { return round_up(p.out_channels_per_group(), int64_t{8}); }
 
-// Clocks in all, but for the packing of outputs; chooses how often the sum is split.
-inline double gemm_weight_clocks(const Problem& p, GemmWeightTile& t) {
+constexpr double kGemmWeightNever = 1e30;
+
+// Bytes of partial sums at most, about: they may stand where the input's gradient will be, and with a bias PyTorch
+// needs much more.
+inline double gemm_weight_room(const Problem& p) {
+  return double(p.element_size()) * double(p.in_elements() + (p.has_bias ? p.out_elements() : 0));
+}
+
+// Clocks in all, but for packing; chooses how often the sum is split. Blocks that do not run at once are no more than
+// `blocks`.
+inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTile& t) {
   constexpr int64_t kProcessors = 132;
   const double stage = gemm_weight_stage_clocks(t) * gemm_weight_passes(p);
   const double weight = double(p.in_channels * gemm_weight_pitch(p) * p.kernel_positions()) * 4;
-  double least = 0;
   // Matrix units truncate where they add: parts of sums are short.
   const int64_t fewest =
       std::min(t.all_tiles, ceil_div(t.all_tiles * gemm_weight_passes(p), kGemmWeightLongest / kGemmWeightPositions));
-  const int64_t most = std::max(fewest, std::min(t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds)));
+  const int64_t room = static_cast<int64_t>(gemm_weight_room(p) / weight);
+  const int64_t most = std::max(
+      fewest, std::min({t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds), std::max<int64_t>(1, room)}));
+  GemmWeightTile best = t;
+  double least = kGemmWeightNever;
+  const auto consider = [&](int64_t splits, bool clustered) {
+    t.splits = splits, t.clustered = clustered;
+    const bool finishes = gemm_weight_finishes(p, t);
+    if ((clustered && !finishes) || t.kinds * splits > blocks) return;
+    const int64_t at_once = clustered ? gemm_weight_clusters(splits) : kProcessors;
+    const double rounds = double(ceil_div(clustered ? t.kinds : t.kinds * splits, at_once));
+    double clocks =
+        rounds * (double(ceil_div(t.all_tiles, splits)) * stage + 11500) + (clustered ? 4900 * double(splits - 1) : 0);
+    clocks += finishes ? weight / (p.element_size() == 2 ? 3400 : 1700) : weight * double(splits) / 1120 + 7000;
+    // Few taps of a channel, which are not neighbours in memory.
+    const bool apart = finishes && p.weight_layout == Layout::kContiguous && t.slots < 8;
+    if (apart && t.slots < p.kernel_positions()) clocks += weight / 2000;
+    if (clocks < least) least = clocks, best.splits = splits, best.clustered = clustered;
+  };
   for (int64_t splits = fewest; splits <= most; ++splits) {
     if (splits > fewest && splits < most && (t.kinds * splits) % kProcessors < kProcessors / 2 &&
         t.kinds * splits > 64) {
       if (t.kinds * (splits + 1) / kProcessors == t.kinds * splits / kProcessors) continue;
     }
-    const double rounds = double(ceil_div(t.kinds * splits, kProcessors));
-    const double clocks = rounds * (double(ceil_div(t.all_tiles, splits)) * stage + 2500) +
-                          weight * double(splits) / 1500 + weight * double(splits) / 1500;
-    if (splits == fewest || clocks < least) least = clocks, t.splits = splits;
+    consider(splits, false);
   }
+  for (int64_t splits = std::max<int64_t>(2, fewest); splits <= std::min<int64_t>(4, t.all_tiles); ++splits) {
+    if (t.kinds * splits <= 2 * kProcessors) consider(splits, true);
+  }
+  t.splits = best.splits, t.clustered = best.clustered;
   double outputs = double(p.out_elements());  // that any tap meets
   for (const Axis& a : p.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
-  const double memory = (double(p.in_elements()) + outputs) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1) / 3.7e9;
-  least = std::max(least, 5000 + memory * kGemmWeightClocksMs) + 0.05 * least;  // the better one of those it bounds
-  if (!t.direct && !gemm_weight_as_it_lies(p, p.in_channels_per_group())) {
-    least += double(p.in_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p) * kGemmWeightClocksMs;
-  }
-  return t.clocks = least;
+  const double memory = (double(p.in_elements()) + outputs) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1) / 4.3e9;
+  return t.clocks = std::max(least, 3000 + memory * kGemmWeightClocksMs) + 0.02 * least;  // the better one of equals
+}
+
+// Of the packed input, if that is needed.
+inline double gemm_weight_input_clocks(const Problem& p, const GemmWeightTile& t) {
+  if (t.direct || gemm_weight_as_it_lies(p, p.in_channels_per_group())) return 0;
+  return double(p.in_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p) * kGemmWeightClocksMs;
 }
 
 // A tile of one shape; `rows` and `direct` as in GemmWeightTile.
@@ -285,10 +256,11 @@ inline bool gemm_weight_tile_of(const Problem& p, const std::array<GemmWeightTap
   return gemm_weight_fit(p, halo, t);
 }
 
-inline GemmWeightTile gemm_weight_tile(const Problem& p) {
+// The tiles of all shapes that suit the problem.
+template <typename Visit>
+void gemm_weight_each_tile(const Problem& p, Visit&& visit) {
   std::array<GemmWeightTap, kGemmWeightMaxTaps> taps;
   const int count = gemm_weight_taps(p, taps);
-  GemmWeightTile best{};
   const int64_t out = p.out_channels_per_group(), in = p.in_channels_per_group();
   for (int shape = 0; shape < kNumGemmWeightShapes; ++shape) {
     // Narrow slots only where wide ones would stand empty for the most part.
@@ -300,14 +272,29 @@ inline GemmWeightTile gemm_weight_tile(const Problem& p) {
       for (const bool direct : {false, true}) {
         if (direct && !gemm_weight_may_be_direct(p)) continue;
         GemmWeightTile t;
-        if (!gemm_weight_tile_of(p, taps, count, shape, rows, direct, t)) continue;
-        gemm_weight_clocks(p, t);
-        if (best.shape < 0 || t.clocks < best.clocks) best = t;
+        if (gemm_weight_tile_of(p, taps, count, shape, rows, direct, t)) visit(t);
       }
     }
   }
+}
+
+// The best ones with at most so many blocks at once; none: a tile without a shape.
+template <size_t kLimits>
+std::array<GemmWeightTile, kLimits> gemm_weight_tiles(const Problem& p, const std::array<int64_t, kLimits>& blocks) {
+  std::array<GemmWeightTile, kLimits> best{};
+  for (GemmWeightTile& t : best) t.shape = -1;
+  gemm_weight_each_tile(p, [&](const GemmWeightTile& tile) {
+    for (size_t i = 0; i < kLimits; ++i) {
+      GemmWeightTile t = tile;
+      gemm_weight_clocks(p, blocks[i], t);
+      t.clocks += gemm_weight_input_clocks(p, t);
+      if (t.clocks < kGemmWeightNever && (best[i].shape < 0 || t.clocks < best[i].clocks)) best[i] = t;
+    }
+  });
   return best;
 }
+constexpr int64_t kGemmWeightAnyBlocks = int64_t{1} << 40;
+inline GemmWeightTile gemm_weight_tile(const Problem& p) { return gemm_weight_tiles<1>(p, {kGemmWeightAnyBlocks})[0]; }
 
 inline std::string gemm_weight_gradient_refusal(const Problem& p) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;
@@ -344,7 +331,7 @@ inline double gemm_weight_gradient_cost_ms(const Problem& p) {
   if (!gemm_weight_as_it_lies(p, p.out_channels_per_group())) {
     packed = 0.003 + double(p.out_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p);
   }
-  return 0.008 + bias + packed + t.clocks / kGemmWeightClocksMs;
+  return 0.004 + bias + packed + t.clocks / kGemmWeightClocksMs;
 }
 
 }  // namespace fastconvt

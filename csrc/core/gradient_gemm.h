@@ -103,7 +103,7 @@ inline bool gradient_gemm_fit(const Problem& p, GradientGemmTile& t) {
 
 // Clocks of all blocks but for their start, about: fitted to an H200 of 132 multiprocessors.
 inline double gradient_gemm_cycles(const Problem& p, const GradientGemmTile& t) {
-  const int clusters = t.splits == 1 ? 132 : t.splits == 2 ? 64 : t.splits == 4 ? 28 : 12;  // that run at once
+  const int clusters = t.splits == 1 ? 132 : t.splits == 2 ? 66 : t.splits == 4 ? 30 : 15;  // that run at once
   const int bytes = t.chunk * static_cast<int>(p.element_size());
   const double rate = t.columns == 256 ? 1.26 : t.columns == 128 ? 1.39 : t.columns == 64 ? 1.2 : 1.6;
   const double area = double(t.rows * t.columns) / 32;
@@ -115,7 +115,10 @@ inline double gradient_gemm_cycles(const Problem& p, const GradientGemmTile& t) 
          (double(ceil_div(t.inner, t.splits)) * stage + store);
 }
 
-inline GradientGemmTile gradient_gemm_tile(const Problem& p) {
+// Of no more blocks than some, in clusters of at most four then, which need multiprocessors that are close to each
+// other; none: a tile without a shape.
+inline GradientGemmTile gradient_gemm_tile_of(const Problem& p, int64_t blocks) {
+  const int most = blocks < 132 ? 4 : 8;
   GradientGemmTile best{};
   const int64_t channels = p.in_channels_per_group(), positions = p.batch * p.in_positions();
   for (int shape = 0; shape < kNumGradientGemmShapes; ++shape) {
@@ -128,7 +131,7 @@ inline GradientGemmTile gradient_gemm_tile(const Problem& p) {
     t.items = ceil_div(positions, int64_t{t.rows}) * t.column_blocks * p.groups;
     for (t.splits = 1; t.splits <= 8; t.splits *= 2) {
       if (t.splits > 1 && (t.items * t.splits > 132 || t.inner < 4 * t.splits)) break;
-      if (t.splits * 8 > t.columns) break;
+      if (t.splits * 8 > t.columns || t.items * t.splits > blocks || t.splits > most) break;
       t.store = gradient_gemm_store(p, t);
       if (!gradient_gemm_fit(p, t)) continue;
       t.cycles = gradient_gemm_cycles(p, t);
@@ -137,6 +140,7 @@ inline GradientGemmTile gradient_gemm_tile(const Problem& p) {
   }
   return best;
 }
+inline GradientGemmTile gradient_gemm_tile(const Problem& p) { return gradient_gemm_tile_of(p, int64_t{1} << 40); }
 
 inline std::string gradient_gemm_refusal(const Problem& p) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;

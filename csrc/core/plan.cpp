@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <stdexcept>
 
+#include "boxes_tf32_gradients.h"
 #include "chain_backward.h"
 #include "chain_mma.h"
 #include "dense.h"
@@ -16,6 +17,7 @@
 #include "direct_gradient.h"
 #include "filter_bank.h"
 #include "flat_gemm.h"
+#include "gemm_gradients.h"
 #include "gemm_weight_gradient.h"
 #include "gradient_gemm.h"
 #include "heads.h"
@@ -24,6 +26,8 @@
 #include "long_rows.h"
 #include "mirrored_gradient.h"
 #include "overlap_add.h"
+#include "pairs_gradient.h"
+#include "pairs_tf32_gradients.h"
 #include "phase_direct.h"
 #include "phase_pixels.h"
 #include "phase_tf32.h"
@@ -165,6 +169,12 @@ double family_cost(Operation, const Problem& p, const DeviceInfo&) {
   return kCost(p);
 }
 
+// Of either gradient, where one pass makes both.
+template <double (*kCost)(const Problem&)>
+double half_of(Operation, const Problem& p, const DeviceInfo&) {
+  return kCost(p) / 2;
+}
+
 // cuDNN's forward in milliseconds, fitted to some 90 layers on an H200: mostly within a factor of 1.5. Its products run
 // in tiles of channels, idle or not.
 struct CudnnRate {
@@ -197,7 +207,7 @@ double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate c
 }
 
 double cudnn_cost(const Problem& p) {
-  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.032, 1.55, 5.6, 7}, {0.016, 1.2, 3.6, 3.8});
+  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.032, 1.55, 5.6, 7}, {0.016, 1.17, 3.6, 3.8});
   const double exact = cudnn_cost(p, 55e12, 16, {0.026, 1.5, 4, 5.5}, {0.035, 1.6, 2, 8.5});
   if (!p.allow_tf32) return exact;
   return std::min(exact, cudnn_cost(p, 407e12, 32, {0.034, 2, 0.6, 5.7}, {0.016, 1.8, 1.6, 2.3}));
@@ -238,6 +248,7 @@ constexpr unsigned bit(Operation operation) { return 1u << static_cast<int>(oper
 constexpr unsigned kForward = bit(Operation::kConvTranspose);
 constexpr unsigned kChain = bit(Operation::kLogSumExpHardswish);
 constexpr unsigned kChainGradients = bit(Operation::kChainGradients);
+constexpr unsigned kBothGradients = bit(Operation::kInputGradient) | bit(Operation::kWeightGradient);
 constexpr unsigned kAny = ~0u;
 
 struct Row {
@@ -304,10 +315,8 @@ const Row kTable[] = {
      family_refusal<75, depthwise_input_gradient_refusal>, family_cost<depthwise_input_gradient_cost_ms>},
     {CandidateId::kDepthwise, "depthwise_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<75, depthwise_weight_gradient_refusal>, family_cost<depthwise_weight_gradient_cost_ms>},
-    {CandidateId::kDepthwiseGradients, "depthwise_gradients", true,
-     bit(Operation::kInputGradient) | bit(Operation::kWeightGradient), family_refusal<90, depthwise_gradients_refusal>,
-     // One pass makes both; alone, either is still faster than by the kernels above.
-     [](Operation, const Problem& p, const DeviceInfo&) { return depthwise_gradients_cost_ms(p) / 2; }},
+    {CandidateId::kDepthwiseGradients, "depthwise_gradients", true, kBothGradients,
+     family_refusal<90, depthwise_gradients_refusal>, half_of<depthwise_gradients_cost_ms>},
     {CandidateId::kHeads, "heads_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<80, heads_input_gradient_refusal>, family_cost<heads_input_gradient_cost_ms>},
     {CandidateId::kHeads, "heads_wgrad", true, bit(Operation::kWeightGradient),
@@ -323,9 +332,17 @@ const Row kTable[] = {
     {CandidateId::kMirrored, "mirrored_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<90, mirrored_gradient_refusal, 91>, family_cost<mirrored_gradient_cost_ms>},
     {CandidateId::kGradientGemm, "gemm_dgrad", true, bit(Operation::kInputGradient),
-     family_refusal<90, gradient_gemm_refusal, 91>, family_cost<gradient_gemm_cost_ms>},
+     family_refusal<90, gradient_gemm_refusal, 91>, family_cost<gemm_gradients_input_cost_ms>},
     {CandidateId::kGradientGemm, "gemm_wgrad", true, bit(Operation::kWeightGradient),
-     family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_weight_gradient_cost_ms>},
+     family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_gradients_weight_cost_ms>},
+    {CandidateId::kPairsGradients, "pairs_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_input_gradient_cost_ms>},
+    {CandidateId::kPairsGradients, "pairs_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_weight_gradient_cost_ms>},
+    {CandidateId::kPairsTf32, "pairs_tf32_gradients", true, kBothGradients, family_refusal<90, pairs_tf32_refusal, 91>,
+     half_of<pairs_tf32_cost_ms>},
+    {CandidateId::kBoxesTf32, "boxes_tf32_gradients", true, kBothGradients, family_refusal<90, boxes_tf32_refusal, 91>,
+     half_of<boxes_tf32_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
@@ -365,7 +382,8 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
     if (can && as_read.weight_layout == Layout::kChannelsLast && problem.weight_layout == Layout::kContiguous) {
       cost_ms += 0.005 + ms(double(problem.element_size() * problem.weight_elements()), 2e11);
     }
-    if (can && problem.activation != Activation::kNone && !activates(row.id)) cost_ms += pass_cost(problem, device);
+    const bool passes = problem.activation != Activation::kNone && !activates(row.id, problem);
+    if (can && passes) cost_ms += pass_cost(problem, device);
     plan.candidates.push_back({row.id, row.name, std::move(refusal), cost_ms});
   }
   if (plan.choice >= 0) return plan;
@@ -394,15 +412,18 @@ Layout weight_layout(CandidateId candidate, const Problem& problem) {
   }
 }
 
-bool activates(CandidateId candidate) {
+bool activates(CandidateId candidate, const Problem& problem) {
   switch (candidate) {
     case CandidateId::kPhaseAvx512:
     case CandidateId::kPhaseAvx2:
     case CandidateId::kPhasePortable:
     case CandidateId::kGather:
       return true;
-    default:
+    case CandidateId::kShuffleGemm:
+    case CandidateId::kAten:
       return false;
+    default:
+      return is_rectifier(problem.activation, problem.alpha);
   }
 }
 

@@ -25,6 +25,9 @@ enum class CandidateId {
   kDenseGradients,
   kMirrored,
   kGradientGemm,
+  kPairsGradients,
+  kPairsTf32,
+  kBoxesTf32,
   kHeads,
   kHeadsGemm,
   kOverlapAdd,
@@ -88,9 +91,9 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
 // The layout in which a candidate reads the weight, and writes its gradient; it is copied where it has another one.
 Layout weight_layout(CandidateId candidate, const Problem& problem);
 
-// Whether a candidate's kernels apply the problem's activation to what they store. A pass of its own follows the
-// others, and their costs count it.
-bool activates(CandidateId candidate);
+// Whether a candidate's kernels apply the activation to what they store. A pass of its own follows the others, and
+// their costs count it.
+bool activates(CandidateId candidate, const Problem& problem);
 
 // Whether some device has a candidate of this name.
 bool is_candidate(const std::string& name);

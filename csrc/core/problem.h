@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "activation.h"
@@ -136,12 +137,20 @@ struct Problem {
   double bytes() const { return double(element_size()) * double(in_elements() + out_elements() + weight_elements()); }
 };
 
-// What kFunction, a pure one, returns; a thread keeps its last result, since a plan and its launch ask several times.
+// What kFunction, a pure one, returns; a thread keeps some results, since a plan and its launch ask several times and
+// the layers of a network take turns. A reference is good until fifteen other problems have been asked for.
 template <auto kFunction>
 const auto& last_result(const Problem& problem) {
-  static thread_local std::optional<std::pair<Problem, decltype(kFunction(problem))>> last;
-  if (!last || !(last->first == problem)) last.emplace(problem, kFunction(problem));
-  return last->second;
+  using Result = std::decay_t<decltype(kFunction(problem))>;
+  static thread_local std::array<std::optional<std::pair<Problem, Result>>, 16> kept;
+  static thread_local size_t next = 0;
+  for (const auto& one : kept) {
+    if (one && one->first == problem) return one->second;
+  }
+  Result made = kFunction(problem);  // which may ask for the results of other functions
+  auto& slot = kept[next++ % kept.size()];
+  slot.emplace(problem, std::move(made));
+  return slot->second;
 }
 
 }  // namespace fastconvt

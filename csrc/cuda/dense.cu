@@ -65,6 +65,7 @@ DenseForward dense_forward(const Problem& layer, const DenseGradientTile& t, con
   const bool last = problem.weight_layout == Layout::kChannelsLast;
   f.weight_channel = last ? 1 : taps_of_weight, f.weight_tap = last ? f.out_channels : 1;
   f.bias = bias;
+  f.rectify = rectifier(layer);
   f.step_bytes = p.weight_bytes / p.steps;
   f.pairs = dense_has_pairs(layer, t.joined) &&
             reinterpret_cast<uintptr_t>(output) % static_cast<uintptr_t>(2 * problem.element_size()) == 0;
@@ -75,7 +76,8 @@ DenseForward dense_forward(const Problem& layer, const DenseGradientTile& t, con
 
 template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
 cudaError_t launch_product(const DenseForward& f, const DenseGradientTile& t, cudaStream_t stream) {
-  const auto kernel = dense_kernel<T, kPrecision, kRows, kColumns>;
+  const auto kernel = f.rectify.on ? dense_kernel<T, kPrecision, kRows, kColumns, true>
+                                   : dense_kernel<T, kPrecision, kRows, kColumns, false>;
   const int most = static_cast<int>(dense_gradient_budget(sizeof(T), t.shared));
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   if (error != cudaSuccess) return error;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce_dense(const DenseForward& f, const Dense
   }
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, bool kRectify>
 __device__ __forceinline__ void consume_dense(const DenseForward& f, const DenseTables& tables, uint32_t barriers,
                                               char* weights, char* stages, float4* room, float4* totals) {
   const DenseParams& p = f.phase;
@@ -110,14 +110,14 @@ __device__ __forceinline__ void consume_dense(const DenseForward& f, const Dense
     }
     if (p.warps_k > 1) reduce_dense<kRows, kColumns>(kDenseConsumers<T>, warps, p.warps_k, warp_mn, warp_k, room, sums);
     if (warp_k == 0) {
-      store_dense<T, kRows, kColumns>(f, tables, index, first_row, warp_n * kColumns * 8, sums);
+      store_dense<T, kRows, kColumns, kRectify>(f, tables, index, first_row, warp_n * kColumns * 8, sums);
     }
     // Before the room is used again.
     if (p.warps_k > 1) dense_wait(kDenseTeam, kDenseConsumers<T>);
   }
 }
 
-template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
+template <typename T, DensePrecision kPrecision, int kRows, int kColumns, bool kRectify>
 __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * dense_producers(kPrecision == DensePrecision::kTf32),
                                   dense_gradient_blocks(sizeof(T)))
     dense_kernel(const __grid_constant__ DenseForward f) {
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * dense_producers(kPre
   if (threadIdx.x >= kDenseConsumers<T>) {
     produce_dense<T>(f, tables, barriers, weights + weight_bytes);
   } else {
-    consume_dense<T, kPrecision, kRows, kColumns>(f, tables, barriers, weights, weights + weight_bytes, room,
-                                                  totals + threadIdx.x);
+    consume_dense<T, kPrecision, kRows, kColumns, kRectify>(f, tables, barriers, weights, weights + weight_bytes, room,
+                                                            totals + threadIdx.x);
   }
 #endif
 }

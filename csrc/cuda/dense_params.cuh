@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dense_gradient.cuh"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -27,6 +28,7 @@ struct DenseForward {
   int phases, kinds;
   int64_t weight_channel, weight_tap;  // from output channel to output channel, and from tap to tap
   const void* bias;
+  Rectifier rectify;
   int step_bytes;  // of packed weights
   bool pairs;      // columns 2 i and 2 i + 1 are neighbours in memory, aligned
 };

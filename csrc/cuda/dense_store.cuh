@@ -48,7 +48,7 @@ __device__ __noinline__ T dense_at(const DenseForward& f, int batch, int group, 
       }
     }
   }
-  return from_accumulator<T>(static_cast<float>(sum));
+  return from_accumulator<T>(f.rectify(static_cast<float>(sum)));
 }
 
 template <typename T>
@@ -136,12 +136,12 @@ __device__ __forceinline__ void repair_dense(const DenseTarget& target, int batc
     for (int a = 0; a < 3; ++a) at[a] += column.phase[a];
     T* const to = static_cast<T*>(f.phase.output) + batch * f.phase.input.batch + target.group * f.phase.input.group +
                   column.channel * f.phase.input.element + target.places(at);
-    if (is_finite(to_accumulator(*to))) continue;
+    if (f.rectify.shows_finite(to_accumulator(*to))) continue;
     *to = dense_at<T>(f, batch, target.group, column.channel, at[0], at[1], at[2]);
   }
 }
 
-template <typename T, int kRows, int kColumns>
+template <typename T, int kRows, int kColumns, bool kRectify>
 __device__ __forceinline__ void store_dense(const DenseForward& f, const DenseTables& tables, int index, int first_row,
                                             int first_column, const DenseSums<kRows, kColumns>& sums) {
   asm volatile("" : "+r"(index));  // what follows is made again: registers are short before
@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_dense(const DenseForward& f, const DenseTa
   const DenseColumn own(f, first_column + lane);
   const int own_bytes = DenseTarget::bytes(own);
   const int own_offset = static_cast<int>(own.channel * f.phase.input.element) + target.places(own.phase);
-  const BiasEpilogue<T> epilogue{static_cast<const T*>(f.bias)};
+  const auto epilogue = make_epilogue<T, kRectify>(f.bias, f.rectify);
   const float own_term =
       own.exists && f.bias != nullptr ? epilogue.channel_term(tile.group * f.out_channels + own.channel) : 0.f;
   int rows[2 * kRows];

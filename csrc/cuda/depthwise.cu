@@ -313,6 +313,7 @@ DepthwiseParams make_params(const Problem& problem, const Choice& choice, const 
                             const void* bias, void* output) {
   DepthwiseParams p{};
   p.input = input, p.weight = weight, p.bias = bias, p.output = output;
+  p.rectify = rectifier(problem);
   set_problem(problem, p);
   p.channel_tile = choice.channel_tile, p.phases = choice.phases;
   p.by_vectors = fast_divide(std::max(1, choice.channel_tile / choice.vector));

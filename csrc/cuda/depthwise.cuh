@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(Columns::kThreads, Columns::kWarps * 32 / Colu
         float sum[Columns::kOutputs];
         columns.init(block.bias, sum);
         make_sums<Columns, kDepth, kHeight>(columns, (place + ry) * place_size, block.masks[place + ry], x, sum);
+        p.rectify(sum);
         columns.store(output, static_cast<unsigned>(top + ry) < limit, sum);
       }
     }

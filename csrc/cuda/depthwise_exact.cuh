@@ -68,7 +68,7 @@ __device__ __noinline__ void make_exact(const DepthwiseParams& p, const ExactOut
       const T* const weight = static_cast<const T*>(p.weight) + int64_t{outputs.channel + c} * filter;
       const float sum = exact_output(p, outputs.input + c, weight, oz, row, ox, outputs.bias[c]);
       outputs.output[int64_t{oz} * p.output_plane + int64_t{row} * p.output_row + ox * p.output_inner + c] =
-          from_accumulator<T>(sum);
+          from_accumulator<T>(p.rectify(sum));
     }
   }
 }

@@ -3,6 +3,7 @@
 
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -19,6 +20,7 @@ struct DepthwiseParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   AxisParams axis[3];
 
   // In elements. Rows and planes of inputs and outputs fit 31 bits.

@@ -154,11 +154,12 @@ cudaError_t launch(const Problem& problem, DirectParams& p, cudaStream_t stream)
   const int64_t slice =
       std::max<int64_t>(1, std::min({problem.batch, kMaxThreads / sample, kMaxGrid / tiles * kThreads / sample}));
   const size_t shared = size_t(p.quad_tile) * p.quad_size * 4;
-  const auto kernel = [] {
+  const auto kernel = [&] {
     if constexpr (kHeight > 0) {
       return direct_march_kernel<Shape, kHeight, kAhead, kThreads, kBlocks>;
     } else {
-      return direct_kernel<Shape, kThreads, kBlocks>;
+      return p.rectify.on ? direct_kernel<Shape, true, kThreads, kBlocks>
+                          : direct_kernel<Shape, false, kThreads, kBlocks>;
     }
   }();
   for (int64_t done = 0; done < problem.batch; done += slice) {
@@ -283,6 +284,7 @@ DirectParams make_params(const Problem& problem, const void* input, const void* 
                          void* output) {
   DirectParams p{};
   p.input = input, p.weight = weight, p.bias = bias, p.output = output;
+  p.rectify = rectifier(problem);
   set_problem(problem, p);
   return p;
 }

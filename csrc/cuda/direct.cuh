@@ -153,7 +153,7 @@ __device__ __forceinline__ void add_taps(const DirectParams& p, const DirectColu
   }
 }
 
-template <class Shape, int kThreads, int kBlocks>
+template <class Shape, bool kRectify, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) direct_kernel(const __grid_constant__ DirectParams p) {
   const DirectBlock block(p);
   const bool finite = fill_table<Shape>(p, block);
@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) direct_kernel(const __grid_
       typename Shape::Sums sum;
       columns.init(weights + p.bias_offset, sum);
       add_taps<Shape>(p, columns, thread.input, thread.plane, q, exists, place, weights, sum);
+      if constexpr (kRectify) p.rectify(sum);
       const int offset = front * p.output_plane + top * p.output_row + p.places[place].offset;
       columns.store(thread.output + offset, exists, sum);
     }
@@ -229,6 +230,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) direct_march_kernel(const _
         const int offset = p.window_weight[ry * kHeight + y];
         if (offset >= 0) columns.multiply(x[y], p.in_channels, weights + offset, sum);
       }
+      p.rectify(sum);
       const int top = q * height.stride - height.padding + ry;
       const bool exists = q < end && static_cast<unsigned>(top) < static_cast<unsigned>(height.out);
       columns.store(thread.output + (thread.plane * p.output_plane + top * p.output_row), exists, sum);

@@ -65,7 +65,7 @@ __device__ __noinline__ void make_exact_rows(const DirectParams& p, const Direct
       const int at[3] = {oz, oy, ox};
       const float sum = exact_direct(p, rows.input, weight + int64_t{c} * filter, at, rows.bias[c]);
       rows.output[c * p.output_channel + int64_t{oz} * p.output_plane + int64_t{oy} * p.output_row +
-                  ox * p.output_inner] = from_accumulator<T>(sum);
+                  ox * p.output_inner] = from_accumulator<T>(p.rectify(sum));
     }
   };
 #pragma unroll 1

@@ -151,6 +151,13 @@ __device__ __forceinline__ void check_pair(unsigned word, unsigned& zeros) {
 #endif
 }
 
+// After the check, which looks at rounded sums.
+template <typename T>
+__device__ __forceinline__ unsigned rectified_pair(const DirectParams& p, unsigned word) {
+  const auto& pack = reinterpret_cast<const Pack<T, 2>&>(word);
+  return pack_pair<T>(p.rectify(to_accumulator(pack.value[0])), p.rectify(to_accumulator(pack.value[1])));
+}
+
 // Eight outputs side by side, of which `limit - at` exist.
 template <typename T>
 __device__ __forceinline__ void store_eight(const DirectParams& p, T* target, int at, int limit, const uint4& words) {
@@ -229,7 +236,7 @@ __device__ __noinline__ void repair_outputs(const DirectParams& p) {
     if (ry % 2 != lane.phase() || oy < 0 || oy >= height.out || ox >= p.axis[2].out) continue;
     const int at[3] = {0, oy, ox};  // in the plane, where the inputs begin
     lane.output[int64_t{oy} * p.output_row + ox] =
-        from_accumulator<T>(exact_direct(p, lane.input, weight, at, lane.bias(p)));
+        from_accumulator<T>(p.rectify(exact_direct(p, lane.input, weight, at, lane.bias(p))));
   }
 }
 
@@ -265,10 +272,14 @@ __device__ __forceinline__ void make_rows(const DirectParams& p, const typename 
     const int end = exists ? limit : 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint4 words = {pack_pair<T>(sum[h][0][0], sum[h][0][2]), pack_pair<T>(sum[h][0][1], sum[h][0][3]),
-                           pack_pair<T>(sum[h][1][0], sum[h][1][2]), pack_pair<T>(sum[h][1][1], sum[h][1][3])};
+      uint4 words = {pack_pair<T>(sum[h][0][0], sum[h][0][2]), pack_pair<T>(sum[h][0][1], sum[h][0][3]),
+                     pack_pair<T>(sum[h][1][0], sum[h][1][2]), pack_pair<T>(sum[h][1][1], sum[h][1][3])};
       check_pair<T>(words.x, zeros), check_pair<T>(words.y, zeros);
       check_pair<T>(words.z, zeros), check_pair<T>(words.w, zeros);
+      if (p.rectify.on) {
+        words = {rectified_pair<T>(p, words.x), rectified_pair<T>(p, words.y), rectified_pair<T>(p, words.z),
+                 rectified_pair<T>(p, words.w)};
+      }
       const int at = column + h * kMmaBases;
       store_eight(p, target + at, at, end, words);
     }

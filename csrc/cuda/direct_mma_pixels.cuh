@@ -175,7 +175,7 @@ __device__ __noinline__ void repair_pixels(const DirectParams& p) {
     const int at[3] = {0, oy, ox};  // in the plane, where the inputs begin
     static_cast<T*>(p.output)[lane.sample * p.output_batch + int64_t{lane.plane} * p.output_plane +
                               int64_t{oy} * p.output_row + int64_t{ox} * p.output_inner + channel] =
-        from_accumulator<T>(exact_direct(p, input, weight, at, bias));
+        from_accumulator<T>(p.rectify(exact_direct(p, input, weight, at, bias)));
   }
 }
 
@@ -250,6 +250,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) direct_pixels_kernel(const 
         }
         pair[0][j] = pack_pair<T>(sum[0], sum[1]), pair[1][j] = pack_pair<T>(sum[2], sum[3]);
         check_pair<T>(pair[0][j], zeros), check_pair<T>(pair[1][j], zeros);
+      }
+      if (p.rectify.on) {
+#pragma unroll
+        for (int i = 0; i < 2 * kQuads; ++i)
+          pair[i / kQuads][i % kQuads] = rectified_pair<T>(p, pair[i / kQuads][i % kQuads]);
       }
       const unsigned limit = static_cast<unsigned>(oy) < static_cast<unsigned>(height.out) ? p.axis[2].out : 0;
 #pragma unroll

@@ -4,6 +4,7 @@
 #include "../core/direct.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -29,6 +30,7 @@ struct DirectParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   AxisParams axis[3];
 
   // In elements. Rows and planes of inputs and outputs fit 31 bits.

@@ -43,6 +43,18 @@ cudaError_t dispatch_up_to_float32(DType dtype, Function&& function) {
   });
 }
 
+// The same for kernels of 16 bits.
+template <typename Function>
+cudaError_t dispatch_16_bits(DType dtype, Function&& function) {
+  return dispatch_dtype(dtype, [&](auto tag) {
+    if constexpr (sizeof(typename decltype(tag)::type) != 2) {
+      return cudaErrorNotSupported;
+    } else {
+      return function(tag);
+    }
+  });
+}
+
 // The same for kernels on matrix units: function(TypeTag<T>{}, split), where `split`, known at compile time, tells
 // whether float32 takes three products.
 template <typename Function>

@@ -177,7 +177,7 @@ constexpr Launcher kLaunchers[] = {
 cudaError_t launch_convolution(CandidateId candidate, const Call& call, void* output, cudaStream_t stream) {
   Problem problem = call.problem;
   problem.weight_layout = weight_layout(candidate, call.problem);
-  if (!activates(candidate)) problem.activation = Activation::kNone, problem.alpha = 0;
+  if (!activates(candidate, problem)) problem.activation = Activation::kNone, problem.alpha = 0;
   const Tensor as_read = weight_of(call, candidate);
   const void *input = call.input.const_data_ptr(), *weight = as_read.const_data_ptr();
   for (const Launcher& kernels : kLaunchers) {
@@ -205,7 +205,7 @@ Tensor convolve(const char* name, const Scope& scope, const Call& call) {
     if (candidate.id == CandidateId::kAten) return aten_conv_transpose(call, activate);
     const Tensor output = allocate_output(call, problem.out_channels, problem.layout);
     check(launch_convolution(candidate.id, call, output.mutable_data_ptr(), scope.stream()), name);
-    if (!activates(candidate.id)) activate(output);
+    if (!activates(candidate.id, problem)) activate(output);
     return output;
   };
   return finish_output(call, make(choose(Operation::kConvTranspose, problem, scope, make)), problem.layout);
@@ -304,9 +304,16 @@ constexpr GradientKernels kGradients[] = {
      launch_dense_weight_gradient, of_problem<dense_weight_gradient_workspace>},
     {CandidateId::kMirrored, launch_mirrored_input_gradient, of_problem<mirrored_input_gradient_workspace>, nullptr,
      nullptr},
-    {CandidateId::kGradientGemm, launch_gemm_input_gradient, of_problem<gemm_input_gradient_workspace>,
-     launch_gemm_weight_gradient, of_problem<gemm_weight_gradient_workspace>, launch_gemm_gradients,
-     of_problem<gemm_gradients_workspace>},
+    {CandidateId::kGradientGemm, launch_gemm_input_gradient, gemm_input_gradient_workspace, launch_gemm_weight_gradient,
+     gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace},
+    {CandidateId::kPairsGradients, launch_pairs_input_gradient, pairs_input_gradient_workspace,
+     launch_pairs_weight_gradient, pairs_weight_gradient_workspace, launch_pairs_gradients, pairs_gradients_workspace},
+    {CandidateId::kPairsTf32, launch_pairs_tf32_input_gradient, pairs_tf32_input_gradient_workspace,
+     launch_pairs_tf32_weight_gradient, pairs_tf32_weight_gradient_workspace, launch_pairs_tf32_gradients,
+     of_problem<pairs_tf32_gradients_workspace>, /*as_one=*/true},
+    {CandidateId::kBoxesTf32, launch_boxes_tf32_input_gradient, boxes_tf32_input_gradient_workspace,
+     launch_boxes_tf32_weight_gradient, boxes_tf32_weight_gradient_workspace, launch_boxes_tf32_gradients,
+     of_problem<boxes_tf32_gradients_workspace>, /*as_one=*/true},
 };
 
 // Those of a candidate; null: ATen's.

@@ -3,6 +3,7 @@
 
 #include "../core/activation.h"
 #include "device/numeric.cuh"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -18,6 +19,26 @@ struct BiasEpilogue {
   }
   __device__ T operator()(Acc accumulator, Acc term) const { return from_accumulator<T>(accumulator + term); }
 };
+
+// value = rectify(accumulator + bias)
+template <typename T>
+struct RectifiedEpilogue : BiasEpilogue<T> {
+  Rectifier rectify;
+  __device__ T operator()(float accumulator, float term) const {
+    return from_accumulator<T>(rectify(accumulator + term));
+  }
+};
+
+// Of a kernel that has an instance for either: branches inside its store would part what the compiler issues together.
+template <typename T, bool kRectify>
+__device__ __forceinline__ auto make_epilogue(const void* bias, const Rectifier& rectify) {
+  const BiasEpilogue<T> plain{static_cast<const T*>(bias)};
+  if constexpr (kRectify) {
+    return RectifiedEpilogue<T>{plain, rectify};
+  } else {
+    return plain;
+  }
+}
 
 // An activation of values in registers; the kind is the same for all threads, so that no warp diverges.
 template <typename Acc>
@@ -61,21 +82,6 @@ struct Activator {
   __device__ static void map(Acc (&x)[kCount], const Function& function) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = function(x[i]);
-  }
-};
-
-// value = activation(accumulator + bias)
-template <typename T>
-struct ActivationEpilogue {
-  using Acc = accumulator_t<T>;
-  BiasEpilogue<T> bias;
-  Activator<Acc> activate;
-
-  __device__ Acc channel_term(int64_t channel) const { return bias.channel_term(channel); }
-  __device__ T operator()(Acc accumulator, Acc term) const {
-    Acc value[1] = {accumulator + term};
-    activate(value);
-    return from_accumulator<T>(value[0]);
   }
 };
 

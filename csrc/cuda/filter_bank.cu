@@ -28,6 +28,7 @@ FilterBankParams filter_bank_params(const Problem& problem, const FilterBankTile
   const int64_t size = problem.element_size();
   FilterBankParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   p.in = input_strides(problem), p.out = output_strides(problem);
   p.batch = static_cast<int>(problem.batch), p.groups = static_cast<int>(problem.groups);
   p.group_in = static_cast<int>(problem.in_channels_per_group());

@@ -6,6 +6,7 @@
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -16,6 +17,7 @@ struct FilterBankParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   int batch, groups, group_in, group_out;
   int length, kernel, stride, padding;  // of the axis

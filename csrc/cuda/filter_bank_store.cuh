@@ -64,7 +64,7 @@ class FilterBankOutputs {
       const FilterBankPlace at(p, block.column + column + c);
       const int base = p.first_base + at.base;
       const int64_t item = at.item * p.out.batch;
-      T value[2];
+      float value[2];
       bool inside[2];
       int64_t output[2];
 #pragma unroll
@@ -78,17 +78,16 @@ class FilterBankOutputs {
         if (inside[i] && (!is_finite(exact) || (Traits::kThree && exact != 0 && fabsf(exact) < 7.9e-31f))) {
           exact = filter_bank_by_definition<T>(p, at.item, block.group, channel[i], base, phase[i]);
         }
-        value[i] = from_accumulator<T>(exact + term[i]);
+        value[i] = exact + term[i];
       }
+      p.rectify(value);
+      const Pack<T, 2> two = rounded<T>(value);
       if (p.store_pairs) {
-        if (inside[0]) {
-          const Pack<T, 2> two{value[0], value[1]};
-          *reinterpret_cast<Pack<T, 2>*>(row[0] + item + output[0]) = two;
-        }
+        if (inside[0]) *reinterpret_cast<Pack<T, 2>*>(row[0] + item + output[0]) = two;
       } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (inside[i]) row[i][item + output[i] * p.out.axis[2]] = value[i];
+          if (inside[i]) row[i][item + output[i] * p.out.axis[2]] = two.value[i];
         }
       }
     }

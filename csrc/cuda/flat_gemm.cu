@@ -131,6 +131,7 @@ FlatGemmParams flat_params(const Problem& problem, const FlatGemmTile& t, const 
   p.in = input_strides(problem), p.out = output_strides(problem);
   p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
   p.bias = problem.has_bias ? static_cast<const float*>(bias) : nullptr;
+  p.rectify = rectifier(problem);
   p.output = static_cast<float*>(output);
   p.packed = static_cast<unsigned char*>(workspace);
   p.split = t.split;
@@ -159,10 +160,10 @@ cudaError_t launch_flat_pack(const Problem& problem, const FlatGemmTile& t, cons
   return cudaGetLastError();
 }
 
-template <bool kThree, bool kChannelsLast, bool kSplit>
+template <bool kThree, bool kChannelsLast, bool kSplit, bool kRectify>
 cudaError_t launch_flat_products(const FlatGemmTile& t, FlatGemmParams& p, cudaStream_t stream) {
   int resident = 0;
-  const auto kernel = flat_gemm_kernel<kThree, kChannelsLast, kSplit>;
+  const auto kernel = flat_gemm_kernel<kThree, kChannelsLast, kSplit, kRectify>;
   const cudaError_t error =
       count_resident_blocks(kernel, kFlatGemmThreads<kThree>, t.shared_bytes, kFlatGemmShared + 2048, resident);
   if (error != cudaSuccess) return error;
@@ -191,8 +192,11 @@ cudaError_t launch_flat_tile(const Problem& problem, const FlatGemmTile& t, cons
   if (error != cudaSuccess) return error;
   const auto launch = [&](auto three, auto last) {
     constexpr bool kThree = decltype(three)::value, kChannelsLast = decltype(last)::value;
-    return t.split ? launch_flat_products<kThree, kChannelsLast, true>(t, p, stream)
-                   : launch_flat_products<kThree, kChannelsLast, false>(t, p, stream);
+    return dispatch_rectifier(p.rectify, [&](auto rectify) {
+      constexpr bool kRectify = decltype(rectify)::value;
+      return t.split ? launch_flat_products<kThree, kChannelsLast, true, kRectify>(t, p, stream)
+                     : launch_flat_products<kThree, kChannelsLast, false, kRectify>(t, p, stream);
+    });
   };
   if (problem.allow_tf32) {
     return channels_last ? launch(std::false_type{}, std::true_type{}) : launch(std::false_type{}, std::false_type{});

@@ -46,7 +46,7 @@ __device__ __forceinline__ void take_partials(const FlatGemmParams& p, int missi
 }
 
 // Makes and stores all items of the block: one of two warpgroups.
-template <bool kThree, bool kChannelsLast, bool kSplit>
+template <bool kThree, bool kChannelsLast, bool kSplit, bool kRectify>
 __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, unsigned char* shared) {
   const FlatGemmBarriers barriers{shared_address(shared) + p.barriers_at, p.stages};
   const int group = threadIdx.x / kFlatGemmGroup, thread = threadIdx.x % kFlatGemmGroup;
@@ -127,12 +127,12 @@ __device__ __forceinline__ void multiply_flat_items(const FlatGemmParams& p, uns
       }
       take_partials(p, schedule.from, sum);
     }
-    store_sums<kChannelsLast, !kSplit>(p, schedule.item(p), sum, places, group * p.half,
-                                       reinterpret_cast<float*>(shared + p.runs_at));
+    store_sums<kChannelsLast, !kSplit>(p, schedule.item(p), sum, make_epilogue<float, kRectify>(p.bias, p.rectify),
+                                       places, group * p.half, reinterpret_cast<float*>(shared + p.runs_at));
   }
 }
 
-template <bool kThree, bool kChannelsLast, bool kSplit>
+template <bool kThree, bool kChannelsLast, bool kSplit, bool kRectify>
 __global__ void __launch_bounds__(kFlatGemmThreads<kThree>, 1)
     flat_gemm_kernel(const __grid_constant__ FlatGemmParams p) {
 #ifdef FASTCONVT_WGMMA
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kFlatGemmThreads<kThree>, 1)
   __syncthreads();
   if (threadIdx.x < 2 * kFlatGemmGroup) {
     raise_registers<kThree ? 216 : kSplit && !kChannelsLast ? 176 : 168>();
-    multiply_flat_items<kThree, kChannelsLast, kSplit>(p, shared);
+    multiply_flat_items<kThree, kChannelsLast, kSplit, kRectify>(p, shared);
   } else {
     lower_registers<kThree ? 72 : kSplit && !kChannelsLast ? 80 : 88>();
     load_items<kThree, kChannelsLast, kSplit>(p, threadIdx.x - 2 * kFlatGemmGroup, shared);

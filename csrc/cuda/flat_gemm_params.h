@@ -4,6 +4,7 @@
 #include "../core/flat_gemm.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -59,6 +60,7 @@ struct FlatGemmParams {
   const float* input;
   const float* weight;
   const float* bias;
+  Rectifier rectify;
   float* output;
   unsigned char* packed;  // weights, as they are copied
   FlatGemmClass of_class[kFlatGemmMaxClasses];

@@ -56,12 +56,12 @@ __device__ __noinline__ float flat_gemm_definition(const FlatGemmParams& p, cons
     }
   }
   if (p.bias != nullptr) sum += p.bias[int64_t{item.group} * p.group_out + channel];
-  return static_cast<float>(sum);
+  return p.rectify(static_cast<float>(sum));
 }
 
 __device__ __forceinline__ void repair_output(const FlatGemmParams& p, const FlatGemmItem& item, float* to, int channel,
                                               int cell, int unit) {
-  if (!is_finite(*to)) *to = flat_gemm_definition(p, item, channel, cell, unit);
+  if (!p.rectify.shows_finite(*to)) *to = flat_gemm_definition(p, item, channel, cell, unit);
 }
 
 // A thread's sums: channels 2 * g and 2 * g + 1 of its warp's 16, cells 8 * j + 2 * t and the next.
@@ -88,11 +88,13 @@ __device__ __forceinline__ void store_two(float* to, float a, float b) {
 }
 
 // Channels-last: one or two channels of a cell.
-__device__ __forceinline__ void store_channels(float* to, float a, float b, const float (&term)[2], int channels) {
+template <class Epilogue>
+__device__ __forceinline__ void store_channels(float* to, float a, float b, const Epilogue& epilogue,
+                                               const float (&term)[2], int channels) {
   if (channels == 2) {
-    store_two(to, a + term[0], b + term[1]);
+    store_two(to, epilogue(a, term[0]), epilogue(b, term[1]));
   } else {
-    *to = a + term[0];
+    *to = epilogue(a, term[0]);
   }
 }
 
@@ -114,8 +116,10 @@ __device__ __forceinline__ void store_neighbours(float* out, int64_t place, int6
 // Contiguous pairs whose runs are not aligned go through shared memory, 32 cells at a time: a warp's lanes then store
 // neighbouring outputs of one of its 16 channels.
 constexpr int kFlatGemmRunPitch = 72;  // banks apart
-__device__ __forceinline__ void store_runs(const FlatGemmParams& p, const FlatGemmSums (&sum)[2], const int64_t* places,
-                                           float* staging, float* out, int channels, const float (&term)[2]) {
+template <class Epilogue>
+__device__ __forceinline__ void store_runs(const FlatGemmParams& p, const FlatGemmSums (&sum)[2],
+                                           const Epilogue& epilogue, const int64_t* places, float* staging, float* out,
+                                           int channels, const float (&term)[2]) {
   const int lane = threadIdx.x % 32;
   float* const own = staging + lane / 4 * 2 * kFlatGemmRunPitch + lane % 4 * 4;
 #pragma unroll
@@ -127,7 +131,8 @@ __device__ __forceinline__ void store_runs(const FlatGemmParams& p, const FlatGe
       for (int r = 0; r < 2; ++r) {
         const float (&a)[4] = sum[0][part * 4 + i], (&b)[4] = sum[1][part * 4 + i];
         *reinterpret_cast<float4*>(own + r * kFlatGemmRunPitch + i * 16) = {
-            a[2 * r] + term[r], b[2 * r] + term[r], a[2 * r + 1] + term[r], b[2 * r + 1] + term[r]};
+            epilogue(a[2 * r], term[r]), epilogue(b[2 * r], term[r]), epilogue(a[2 * r + 1], term[r]),
+            epilogue(b[2 * r + 1], term[r])};
       }
     __syncwarp();
 #pragma unroll
@@ -143,16 +148,15 @@ __device__ __forceinline__ void store_runs(const FlatGemmParams& p, const FlatGe
 }
 
 // kRuns: whether runs may go through shared memory.
-template <bool kChannelsLast, bool kRuns>
+template <bool kChannelsLast, bool kRuns, class Epilogue>
 __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGemmItem& item,
-                                           const FlatGemmSums (&sum)[2], const int64_t* places, int first_cell,
-                                           float* staging) {
+                                           const FlatGemmSums (&sum)[2], const Epilogue& epilogue,
+                                           const int64_t* places, int first_cell, float* staging) {
   const FlatGemmLane lane = lane_of_sums();
   const int first = item.channel_block * kFlatGemmRows + lane.channel;
   const int channels = min(2, p.group_out - first);
   const int warp_first = first - lane.channel % 16;
   const int64_t of_all = static_cast<int64_t>(item.group) * p.group_out + first;
-  const BiasEpilogue<float> epilogue{p.bias};
   const float term[2] = {channels >= 1 ? epilogue.channel_term(of_all) : 0.f,
                          channels == 2 ? epilogue.channel_term(of_all + 1) : 0.f};
   float* const out = p.output + of_all * p.out.channel;
@@ -164,7 +168,7 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
 #pragma unroll
       for (int q = 0; q < 4; ++q) probe = fmaf(sum[u][j][q], 0.f, probe);
   if (!kChannelsLast && kRuns && p.runs) {
-    store_runs(p, sum, places, staging + threadIdx.x / 32 * 16 * kFlatGemmRunPitch,
+    store_runs(p, sum, epilogue, places, staging + threadIdx.x / 32 * 16 * kFlatGemmRunPitch,
                out - lane.channel % 16 * p.out.channel, min(16, p.group_out - warp_first), term);
   } else if (!kChannelsLast && p.quads) {
 #pragma unroll
@@ -186,20 +190,20 @@ __device__ __forceinline__ void store_sums(const FlatGemmParams& p, const FlatGe
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int64_t of = e == 0 ? place : next;
-          if (of >= 0) store_channels(out + (of >> 1), sum[0][j][e], sum[0][j][2 + e], term, channels);
+          if (of >= 0) store_channels(out + (of >> 1), sum[0][j][e], sum[0][j][2 + e], epilogue, term, channels);
         }
         if (p.pairs) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int64_t of = e == 0 ? place : next;
             if (of < 0 || !(of & 1)) continue;
-            store_channels(out + (of >> 1) + p.out.axis[2], sum[1][j][e], sum[1][j][2 + e], term, channels);
+            store_channels(out + (of >> 1) + p.out.axis[2], sum[1][j][e], sum[1][j][2 + e], epilogue, term, channels);
           }
         } else {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int64_t of = at[p.unit + e];
-            if (of >= 0) store_channels(out + (of >> 1), sum[1][j][e], sum[1][j][2 + e], term, channels);
+            if (of >= 0) store_channels(out + (of >> 1), sum[1][j][e], sum[1][j][2 + e], epilogue, term, channels);
           }
         }
       } else {
@@ -245,7 +249,7 @@ __device__ __forceinline__ void store_constants(const FlatGemmParams& p, const F
   if constexpr (kChannelsLast) {
     const int channel = thread % kFlatGemmRows;
     if (channel >= channels) return;
-    const float value = epilogue(0.f, epilogue.channel_term(of_all + channel));
+    const float value = p.rectify(epilogue.channel_term(of_all + channel));
     const int units = p.pairs ? 2 : 1;
     for (int i = thread / kFlatGemmRows; i < cells * units; i += kFlatGemmGroup / kFlatGemmRows) {
       const int unit = p.pairs ? i % 2 : 0;
@@ -260,7 +264,7 @@ __device__ __forceinline__ void store_constants(const FlatGemmParams& p, const F
       const int64_t place = places[cell];
       if (place < 0 || (p.pairs && i % 2 == 1 && !(place & 1))) continue;
       float* to = p.output + (place >> 1) + (p.pairs ? i % 2 : 0) + of_all * p.out.channel;
-      for (int c = 0; c < channels; ++c, to += p.out.channel) *to = epilogue(0.f, epilogue.channel_term(of_all + c));
+      for (int c = 0; c < channels; ++c, to += p.out.channel) *to = p.rectify(epilogue.channel_term(of_all + c));
     }
   }
 }

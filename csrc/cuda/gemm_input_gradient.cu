@@ -6,7 +6,7 @@
 #include "gemm_gradients.h"
 #include "gradient_gemm.cuh"
 #include "gradient_gemm_maps.h"
-#include "gradient_gemm_pack.cuh"
+#include "gradient_gemm_pack_plan.h"
 #include "launchers.h"
 #include "occupancy.h"
 
@@ -26,71 +26,58 @@ int64_t packed_gradient_bytes(const Problem& problem) {
          problem.element_size();
 }
 
-template <typename T>
-void plan_weights(const Problem& problem, const void* weight, void* packed, GradientPackParams& p) {
-  p.weight = weight, p.packed_weight = packed;
-  p.weight_rows = static_cast<int>(problem.in_channels);
-  p.channels = static_cast<int>(problem.out_channels_per_group());
-  p.taps = static_cast<int>(problem.kernel_positions());
-  p.weight_turned = problem.weight_layout == Layout::kChannelsLast;
-  p.weight_pitch = static_cast<int>(gradient_gemm_pitch(problem));
-  const int room = kGradientPackBytes / static_cast<int>(sizeof(T));  // elements of a block
-  p.block_channels = std::max(8, std::min<int>(p.weight_pitch, room / p.taps / 8 * 8));
-  p.channel_blocks = ceil_div(p.channels, p.block_channels);
-  p.block_rows = p.channel_blocks > 1 ? 1 : std::max(1, room / (p.channels * p.taps));
-  p.row_taps = fast_divide(p.taps);
-  p.row_vectors =
-      fast_divide(ceil_div(std::min(p.channels, p.block_channels), 16 / static_cast<int>(sizeof(T))) * p.taps);
-  const int64_t run = int64_t{p.channels} * p.taps, wide = 16 / static_cast<int>(sizeof(T));
-  p.weight_vectors = reinterpret_cast<uintptr_t>(weight) % 16 == 0 && run % wide == 0 &&
-                     int64_t{p.block_channels} * p.taps % wide == 0;
-  p.weight_blocks = static_cast<int>(ceil_div(p.weight_rows, p.block_rows)) * p.channel_blocks;
-}
+// What one launch packs; null: nothing of it.
+struct Packs {
+  const void* grad_output;
+  void* packed_gradient;
+  const void* weight;
+  void* packed_weight;
+  const void* input;
+  void* packed_input;
+};
 
 template <typename T>
-int64_t plan_positions(const Problem& problem, const void* grad_output, void* packed, GradientPackParams& p) {
-  constexpr int kChannels = 128 / static_cast<int>(sizeof(T));
-  p.source = grad_output, p.target = packed;
-  p.turned = problem.layout == Layout::kChannelsLast;
-  p.groups = static_cast<int>(problem.groups), p.group = static_cast<int>(problem.out_channels_per_group());
-  p.group_pitch = static_cast<int>(gradient_gemm_pitch(problem)), p.pitch = p.groups * p.group_pitch;
-  if (p.group == p.group_pitch) p.group *= p.groups, p.group_pitch = p.pitch, p.groups = 1;  // all as one
-  p.image = static_cast<int>(problem.out_positions());
-  p.vectors = p.image % 8 == 0 && reinterpret_cast<uintptr_t>(grad_output) % 16 == 0;
-  p.positions = problem.batch * p.image;
-  if (p.turned) return ceil_div(p.positions, int64_t{kGradientPackPositions});
-  const int columns = ceil_div(p.group_pitch, kChannels), rows = ceil_div(p.image, kGradientPackPositions);
-  p.tile_positions = static_cast<int>(round_up(ceil_div(p.image, rows), 8));
-  p.tile_columns = fast_divide(columns), p.tile_groups = fast_divide(p.groups), p.tile_rows = fast_divide(rows);
-  return problem.batch * p.groups * columns * rows;
-}
-
-// Packs what copies cannot read as it lies; null: nothing of it.
-template <typename T>
-cudaError_t launch_pack(const Problem& problem, const void* grad_output, void* packed_gradient, const void* weight,
-                        void* packed_weight, cudaStream_t stream) {
-  GradientPackParams p{};
-  int64_t blocks = 0;
-  if (packed_weight != nullptr) {
-    plan_weights<T>(problem, weight, packed_weight, p);
-    blocks = p.weight_blocks;
+cudaError_t launch_pack(const Problem& problem, const Packs& packs, cudaStream_t stream) {
+  constexpr int kChannels = 128 / static_cast<int>(sizeof(T)), kWide = 16 / static_cast<int>(sizeof(T));
+  GradientPackParams p{}, q{};
+  int64_t gradients = 0, inputs = 0;
+  if (packs.packed_weight != nullptr) plan_weights<T>(problem, packs.weight, packs.packed_weight, p);
+  if (packs.packed_gradient != nullptr) {
+    gradients = plan_positions(problem, problem.batch, problem.out_positions(), problem.groups,
+                               problem.out_channels_per_group(), gradient_gemm_pitch(problem), kChannels,
+                               packs.grad_output, packs.packed_gradient, p);
   }
-  if (packed_gradient != nullptr) blocks += plan_positions<T>(problem, grad_output, packed_gradient, p);
+  if (packs.packed_input != nullptr) {
+    inputs = plan_positions(problem, problem.batch, problem.in_positions(), problem.groups,
+                            problem.in_channels_per_group(), round_up(problem.in_channels_per_group(), int64_t{kWide}),
+                            kChannels, packs.input, packs.packed_input, q);
+  }
+  const int64_t blocks = p.weight_blocks + gradients + inputs;
   if (blocks == 0) return cudaSuccess;
   if (blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
-  gradient_pack_kernel<T><<<static_cast<unsigned>(blocks), kGradientPackThreads, 0, stream>>>(p);
+  gradient_pack_kernel<T>
+      <<<static_cast<unsigned>(blocks), kGradientPackThreads, 0, stream>>>(p, q, static_cast<int>(gradients));
   return cudaGetLastError();
 }
 
-GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t, const void* grad_output,
-                               const void* weight, void* grad_input) {
+GradientGemmAxis make_axis(const Axis& axis) {
+  const auto i = [](int64_t x) { return static_cast<int>(x); };
+  return {fast_divide(i(axis.in)), i(axis.out()), i(axis.kernel), i(axis.stride), i(axis.padding), i(axis.dilation)};
+}
+
+GradientGemmDefinition make_definition(const Problem& problem, const void* grad_output, const void* weight) {
+  GradientGemmDefinition d{};
+  for (int a = 0; a < 3; ++a) d.axis[a] = make_axis(problem.axis[a]);
+  d.group_out = static_cast<int>(problem.out_channels_per_group());
+  d.weight_turned = problem.weight_layout == Layout::kChannelsLast;
+  d.out = output_strides(problem);
+  d.grad_output = grad_output, d.weight = weight;
+  return d;
+}
+
+GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t, void* grad_input) {
   GradientGemmParams p{};
-  for (int a = 0; a < 3; ++a) {
-    const Axis& axis = problem.axis[a];
-    p.axis[a] = {fast_divide(static_cast<int>(axis.in)), static_cast<int>(axis.out()),
-                 static_cast<int>(axis.kernel),          static_cast<int>(axis.stride),
-                 static_cast<int>(axis.padding),         static_cast<int>(axis.dilation)};
-  }
+  for (int a = 0; a < 3; ++a) p.axis[a] = make_axis(problem.axis[a]);
   p.rank = gradient_gemm_rank(problem);
   p.positions = static_cast<int>(problem.batch * problem.in_positions());
   p.image = fast_divide(static_cast<int>(problem.in_positions()));
@@ -98,10 +85,8 @@ GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t
   p.column_blocks = fast_divide(t.column_blocks);
   p.row_blocks = fast_divide(static_cast<int>(ceil_div(int64_t{p.positions}, int64_t{t.rows})));
   p.group_in = static_cast<int>(problem.in_channels_per_group());
-  p.group_out = static_cast<int>(problem.out_channels_per_group());
   p.group_pitch = static_cast<int>(gradient_gemm_pitch(problem));
   p.out_channels = p.group_pitch * static_cast<int>(problem.groups);
-  p.weight_turned = problem.weight_layout == Layout::kChannelsLast;
   p.chunk = t.chunk, p.chunks = t.chunks;
   p.units = t.chunks * static_cast<int>(problem.kernel_positions());
   p.units_per_stage = t.units_per_stage, p.inner = t.inner, p.splits = t.splits;
@@ -129,8 +114,8 @@ GradientGemmParams make_params(const Problem& problem, const GradientGemmTile& t
   while (1 << p.line_log2 < p.line_bytes) ++p.line_log2;
   p.line_block = boxes ? (p.contiguous ? p.staged_columns : t.rows / 2) * t.line_pitch : line;
   p.line_shift = p.line_bytes == 128 ? 0 : 1, p.line_mask = !boxes ? 0 : p.line_bytes == 128 ? 7 : 3;
-  p.in = input_strides(problem), p.out = output_strides(problem);
-  p.grad_output = grad_output, p.weight = weight, p.grad_input = grad_input;
+  p.in = input_strides(problem);
+  p.grad_input = grad_input;
   return p;
 }
 
@@ -174,64 +159,69 @@ cudaError_t dispatch_gradient_shape(const GradientGemmTile& t, const GradientGem
   }
 }
 
-// `packed`: the output's gradient as launch_gradient_gemm_pack leaves it, or null.
-cudaError_t launch_tile(const Problem& problem, const GradientGemmTile& t, const void* grad_output, const void* packed,
-                        const void* weight, void* grad_input, void* workspace, cudaStream_t stream) {
-  const GradientGemmParams p = make_params(problem, t, grad_output, weight, grad_input);
-  void* const packed_weight = is_read(problem, problem.weight_layout, weight) ? nullptr : workspace;
-  void* packed_gradient = nullptr;
-  const bool packs = packed == nullptr;  // here
-  if (packs && is_read(problem, problem.layout, grad_output)) {
-    packed = grad_output;
-  } else if (packs) {
-    packed = packed_gradient = static_cast<char*>(workspace) + packed_weight_bytes(problem);
-  }
+// What is multiplied is packed, or lies as copies read it; `products` as launch_packed_gemm_input_gradient has it.
+cudaError_t launch_tile(const Problem& problem, const Problem& products, const GradientGemmTile& t,
+                        const void* grad_output, const void* packed, const void* weight, const void* packed_weight,
+                        void* grad_input, GradientGemmOrder order, cudaStream_t stream) {
+  GradientGemmParams p = make_params(products, t, grad_input);
+  p.ready = order.ready, p.stores_wait = order.stores_wait;
+  p.definition = make_definition(problem, grad_output, weight);
   GradientGemmMaps maps{};
-  if (!make_position_map(problem, p, packed, maps.positions) ||
-      !make_weight_map(problem, p, packed_weight != nullptr ? packed_weight : weight, maps.weights) ||
-      !make_gradient_map(problem, p, maps.gradients)) {
+  if (!make_position_map(products, p, packed, maps.positions) ||
+      !make_weight_map(products, p, packed_weight, maps.weights) || !make_gradient_map(products, p, maps.gradients)) {
     return cudaErrorNotSupported;
   }
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const cudaError_t packing =
-        packs ? launch_pack<T>(problem, grad_output, packed_gradient, weight, packed_weight, stream) : cudaSuccess;
-    return packing != cudaSuccess ? packing : dispatch_gradient_shape<T>(t, p, maps, stream);
+    return dispatch_gradient_shape<typename decltype(tag)::type>(t, p, maps, stream);
   });
 }
 
 }  // namespace
 
-int64_t gemm_input_gradient_workspace(const Problem& problem, bool packed) {
-  // A tensor that is not aligned is packed, too.
-  return packed_weight_bytes(problem) + (packed ? 0 : packed_gradient_bytes(problem));
+int64_t gradient_gemm_weight_bytes(const Problem& problem, const void* weight) {
+  return is_read(problem, problem.weight_layout, weight) ? 0 : packed_weight_bytes(problem);
 }
-int64_t gemm_input_gradient_workspace(const Problem& problem) { return gemm_input_gradient_workspace(problem, false); }
-
-cudaError_t launch_gemm_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
-                                       void* grad_input, void* workspace, cudaStream_t stream) {
-  return launch_packed_gemm_input_gradient(problem, grad_output, nullptr, weight, grad_input, workspace, stream);
-}
-
-cudaError_t launch_packed_gemm_input_gradient(const Problem& problem, const void* grad_output, const void* packed,
-                                              const void* weight, void* grad_input, void* workspace,
-                                              cudaStream_t stream) {
-  if (problem.in_elements() == 0) return cudaSuccess;
-  if (!gradient_gemm_refusal(problem).empty()) return cudaErrorNotSupported;
-  return launch_tile(problem, last_result<gradient_gemm_tile>(problem), grad_output, packed, weight, grad_input,
-                     workspace, stream);
-}
-
 int64_t gradient_gemm_packed_bytes(const Problem& problem, const void* grad_output) {
   return is_read(problem, problem.layout, grad_output) ? 0 : packed_gradient_bytes(problem);
 }
 
+int64_t gemm_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
+                                      const void* weight) {
+  return gradient_gemm_weight_bytes(problem, weight) + gradient_gemm_packed_bytes(problem, grad_output);
+}
+int64_t gemm_input_gradient_workspace(const Problem& problem) {
+  const void* const unaligned = reinterpret_cast<const void*>(1);
+  return gemm_input_gradient_workspace(problem, unaligned, nullptr, unaligned);
+}
+
+cudaError_t launch_gemm_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                       void* grad_input, void* workspace, cudaStream_t stream) {
+  if (problem.in_elements() == 0) return cudaSuccess;
+  if (!gradient_gemm_refusal(problem).empty()) return cudaErrorNotSupported;
+  const int64_t weight_bytes = gradient_gemm_weight_bytes(problem, weight);
+  void* const packed_weight = weight_bytes > 0 ? workspace : nullptr;
+  const bool packs = gradient_gemm_packed_bytes(problem, grad_output) > 0;
+  void* const packed = packs ? static_cast<char*>(workspace) + weight_bytes : nullptr;
+  const cudaError_t error =
+      launch_gradient_gemm_pack(problem, grad_output, packed, weight, packed_weight, nullptr, nullptr, stream);
+  if (error != cudaSuccess) return error;
+  return launch_packed_gemm_input_gradient(problem, problem, last_result<gradient_gemm_tile>(problem), grad_output,
+                                           packs ? packed : grad_output, weight,
+                                           packed_weight != nullptr ? packed_weight : weight, grad_input, {}, stream);
+}
+
+cudaError_t launch_packed_gemm_input_gradient(const Problem& problem, const Problem& products,
+                                              const GradientGemmTile& tile, const void* grad_output, const void* packed,
+                                              const void* weight, const void* packed_weight, void* grad_input,
+                                              GradientGemmOrder order, cudaStream_t stream) {
+  return launch_tile(problem, products, tile, grad_output, packed, weight, packed_weight, grad_input, order, stream);
+}
+
 cudaError_t launch_gradient_gemm_pack(const Problem& problem, const void* grad_output, void* packed, const void* weight,
-                                      void* workspace, cudaStream_t stream) {
-  void* const packed_weight = is_read(problem, problem.weight_layout, weight) ? nullptr : workspace;
+                                      void* packed_weight, const void* input, void* packed_input, cudaStream_t stream) {
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch_pack<T>(problem, grad_output, packed, weight, packed_weight, stream);
+    return launch_pack<T>(problem, {grad_output, packed, weight, packed_weight, input, packed_input}, stream);
   });
 }
 

@@ -5,8 +5,10 @@
 #include <algorithm>
 
 #include "dispatch.h"
+#include "gemm_gradients.h"
 #include "gemm_weight_gradient_pack.cuh"
 #include "gemm_weight_gradient_reduction.cuh"
+#include "gradient_gemm_pack_plan.h"
 #include "launchers.h"
 #include "rows_bias_gradient.cuh"
 #include "tensor_map.h"
@@ -48,59 +50,56 @@ bool as_it_lies(const Problem& problem, const Operand& x) {
   return x.planes == 1 && gemm_weight_as_it_lies(problem, x.channels) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-// The workspace: partial sums of the bias, of the weight, the packed input, the packed gradient of the output.
-struct Workspace {
-  int64_t partial, input, grad, bytes;
-
-  static int64_t bias_bytes(const Problem& problem, const GemmWeightTile& t) {
-    const int64_t counted = t.splits * kGemmWeightBiasWarps * problem.groups * t.slot_blocks * kGemmWeightBiasBlocks *
-                            kGemmWeightShapes[t.shape].width * int64_t{sizeof(float)};
-    const BiasGradientParams bias = make_bias_params(problem, nullptr, nullptr, nullptr);
-    return std::max(counted,
-                    int64_t{bias.channels} * bias.batch_slices * bias.position_slices * int64_t{sizeof(double)});
-  }
-  explicit Workspace(const Problem& problem, const GemmWeightTile& t) {
-    partial = problem.has_bias ? round_up(bias_bytes(problem, t), int64_t{1024}) : 0;
-    const int64_t part = problem.in_channels * gemm_weight_pitch(problem) * problem.kernel_positions() * 4;
-    input = partial + round_up(t.splits * part, int64_t{1024});
-    grad = input + input_operand(problem, nullptr).bytes();
-    bytes = grad + grad_operand(problem, nullptr).bytes();
-  }
-};
+// Partial sums: those of the bias, then those of the weight.
+int64_t bias_bytes(const Problem& problem, const GemmWeightTile& t) {
+  if (!problem.has_bias) return 0;
+  const int64_t counted = t.splits * t.in_blocks * kGemmWeightBiasWarps * problem.groups * t.slot_blocks *
+                          kGemmWeightBiasBlocks * kGemmWeightShapes[t.shape].width * int64_t{sizeof(float)};
+  const BiasGradientParams bias = make_bias_params(problem, nullptr, nullptr, nullptr);
+  const int64_t slices = int64_t{bias.channels} * bias.batch_slices * bias.position_slices * int64_t{sizeof(double)};
+  return round_up(gemm_weight_sums_bias(problem, t) ? counted : slices, int64_t{1024});
+}
 
 // Returns the blocks that pack it.
 int64_t pack_params(const Problem& problem, const Operand& x, void* target, GradientPackParams& p) {
-  p.source = x.data, p.target = target;
-  p.turned = problem.layout == Layout::kChannelsLast;
-  p.groups = static_cast<int>(x.groups), p.group = static_cast<int>(x.channels);
-  p.group_pitch = static_cast<int>(x.group_pitch), p.pitch = static_cast<int>(x.pitch());
-  if (p.group == p.group_pitch) p.group *= p.groups, p.group_pitch = p.pitch, p.groups = 1;  // all as one
-  p.image = static_cast<int>(x.positions() / x.size[0]);
-  p.vectors = p.image % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-  p.positions = x.positions();
+  const int channels = x.planes == 2 ? kSplitPackChannels : 64;  // of a tile
+  const int64_t blocks = plan_positions(problem, x.size[0], x.positions() / x.size[0], x.groups, x.channels,
+                                        x.group_pitch, channels, x.data, target, p);
   if (x.planes == 2) p.vectors = p.group % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-  if (p.turned) return ceil_div(p.positions, int64_t{kGradientPackPositions});
-  const int columns = ceil_div(p.group_pitch, x.planes == 2 ? kSplitPackChannels : 64),
-            rows = ceil_div(p.image, kGradientPackPositions);
-  p.tile_positions = static_cast<int>(round_up(ceil_div(p.image, rows), 8));
-  p.tile_columns = fast_divide(columns), p.tile_groups = fast_divide(p.groups), p.tile_rows = fast_divide(rows);
-  return x.size[0] * p.groups * columns * rows;
+  return blocks;
 }
 
-// Packs what needs it; operands become what copies read.
-template <typename T>
-cudaError_t launch_pack(const Problem& problem, Operand& input, bool input_is_read, Operand& grad, bool grad_is_read,
-                        void* packed_input, void* packed_grad, cudaStream_t stream) {
+// What of both tensors is packed, by this family; operands become what copies read.
+struct Packs {
+  Packs(const Problem& problem, const GemmWeightTile& t, const void* grad_output, const void* packed, const void* input,
+        const GemmWeightPlaces& places)
+      : inputs(input_operand(problem, input)), grads(grad_operand(problem, grad_output)) {
+    direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
+    if (!direct && !as_it_lies(problem, inputs)) {
+      blocks = pack_params(problem, inputs, places.input, p);
+      inputs.data = places.input;
+    }
+    if (packed != nullptr) {
+      grads.data = packed;
+    } else if (!as_it_lies(problem, grads)) {
+      more = pack_params(problem, grads, places.grad, q);
+      grads.data = places.grad;
+    }
+  }
+
+  Operand inputs, grads;
+  bool direct;  // inputs are read as they lie, contiguous
   GradientPackParams p{}, q{};
   int64_t blocks = 0, more = 0;
-  if (!input_is_read && !as_it_lies(problem, input))
-    blocks = pack_params(problem, input, packed_input, p), input.data = packed_input;
-  if (!grad_is_read && !as_it_lies(problem, grad))
-    more = pack_params(problem, grad, packed_grad, q), grad.data = packed_grad;
-  if (blocks + more == 0) return cudaSuccess;
-  if (blocks + more >= int64_t{1} << 31) return cudaErrorNotSupported;
-  gemm_weight_pack_kernel<T>
-      <<<static_cast<unsigned>(blocks + more), kGradientPackThreads, 0, stream>>>(p, q, static_cast<int>(blocks));
+};
+
+template <typename T>
+cudaError_t launch_pack(const Packs& packs, cudaStream_t stream) {
+  const int64_t blocks = packs.blocks + packs.more;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
+  gemm_weight_pack_kernel<T><<<static_cast<unsigned>(blocks), kGradientPackThreads, 0, stream>>>(
+      packs.p, packs.q, static_cast<int>(packs.blocks));
   return cudaGetLastError();
 }
 
@@ -197,6 +196,7 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
   p.weight_pitch = static_cast<int>(gemm_weight_pitch(problem));
   p.part = problem.in_channels * p.weight_pitch * p.taps;
   p.partial = partial;
+  p.channels_last = problem.weight_layout == Layout::kChannelsLast;
   return p;
 }
 
@@ -213,18 +213,36 @@ cudaError_t launch_shape(const GemmWeightTile& t, const GemmWeightParams& p, con
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kGemmWeightShared));
     if (error != cudaSuccess) return error;
     const int64_t shared = 1024 + kGemmWeightHead + int64_t{t.stages} * t.stage_bytes;
-    return launch_early(kernel, dim3(static_cast<unsigned>(t.kinds * t.splits)), kGemmWeightThreads, shared, stream, p,
-                        maps);
+    const int cluster = t.clustered ? static_cast<int>(t.splits) : 1;
+    return launch_early_clusters(kernel, dim3(static_cast<unsigned>(t.kinds * t.splits)), kGemmWeightThreads, shared,
+                                 cluster, stream, p, maps);
   }
 }
 
+GemmWeightDefinition make_definition(const Problem& problem, const void* grad_output, const void* input) {
+  GemmWeightDefinition d{};
+  for (int a = 0; a < 3; ++a) d.axis[a] = axis_params(problem.axis[a]);
+  d.in = input_strides(problem), d.out = output_strides(problem);
+  d.batch = problem.batch;
+  d.group_in = static_cast<int>(problem.in_channels_per_group());
+  d.group_out = static_cast<int>(problem.out_channels_per_group());
+  d.grad = grad_output, d.input = input;
+  return d;
+}
+
+// Whether every two neighbours of a row of the weight stand aligned.
 template <typename T>
-cudaError_t launch_reduction(const Problem& problem, const GemmWeightParams& p, const void* grad_output,
-                             const void* input, void* output, void* bias, cudaStream_t stream) {
+bool has_pairs(const GemmWeightParams& p, const void* output) {
+  const int64_t row = p.channels_last ? p.group_out : int64_t{p.group_out} * p.taps;
+  return row % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * sizeof(T)) == 0;
+}
+
+// Sums of parts, of the bias as well unless it is null.
+template <typename T>
+cudaError_t launch_reduction(const Problem& problem, const Problem& products, const GemmWeightParams& p, void* output,
+                             void* bias, cudaStream_t stream) {
   GemmWeightReduction r{};
-  for (int a = 0; a < 3; ++a) r.axis[a] = axis_params(problem.axis[a]);
-  r.in = input_strides(problem), r.out = output_strides(problem);
-  r.batch = problem.batch;
+  r.definition = p.definition;
   r.group_in = p.group_in, r.group_out = p.group_out, r.weight_pitch = p.weight_pitch;
   r.all_rows = static_cast<int>(problem.in_channels);
   // Blocks large enough to load much at a time, and enough of them; rows of 128 bytes if possible.
@@ -241,84 +259,143 @@ cudaError_t launch_reduction(const Problem& problem, const GemmWeightParams& p, 
   r.pairs = p.group_out % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * sizeof(T)) == 0;
   r.channels_last = problem.weight_layout == Layout::kChannelsLast;
   r.part = p.part, r.partial = p.partial;
-  r.grad = grad_output, r.input = input, r.output = output;
+  r.output = output;
   r.bias_partial = p.bias_partial, r.bias = bias;
   r.out_channels = static_cast<int>(problem.out_channels), r.width = p.row_bytes / 2;
-  r.slots = p.slots, r.slot_blocks = p.slot_blocks, r.parts = p.splits * kGemmWeightBiasWarps;
+  r.groups = static_cast<int>(problem.groups);
+  r.merged = static_cast<int>(products.out_channels / problem.out_channels);
+  r.slots = p.slots, r.slot_blocks = p.slot_blocks, r.parts = p.splits * p.in_blocks * kGemmWeightBiasWarps;
   r.out_positions = problem.out_positions();
-  r.weight_blocks = static_cast<int>(ceil_div(problem.in_channels, int64_t{r.rows}) * blocks);
+  const bool finished = p.output != nullptr;  // already
+  r.weight_blocks = finished ? 0 : static_cast<int>(ceil_div(problem.in_channels, int64_t{r.rows}) * blocks);
   const int64_t grid = r.weight_blocks + (p.bias_partial != nullptr ? ceil_div(problem.out_channels, int64_t{32}) : 0);
   if (grid >= int64_t{1} << 31) return cudaErrorNotSupported;
   return launch_early(gemm_weight_reduction_kernel<T>, dim3(static_cast<unsigned>(grid)), kGemmWeightReduceThreads, 0,
                       stream, r);
 }
 
+struct WeightCall {
+  GemmWeightPhase phase;
+  const Problem& problem;
+  const GemmGradientsPlan& plan;
+  const void *grad_output, *packed, *input;
+  void *grad_weight, *grad_bias;
+  GemmWeightPlaces places;
+};
+
 template <typename T>
-cudaError_t launch_tile(const Problem& problem, const GemmWeightTile& t, const void* grad_output, const void* packed,
-                        const void* input, void* grad_weight, void* grad_bias, char* workspace, cudaStream_t stream) {
-  const Workspace places(problem, t);
+cudaError_t launch_products(const WeightCall& c, const Packs& packs, const GemmWeightParams& p, cudaStream_t stream) {
+  const Problem& problem = c.plan.products;
+  const GemmWeightTile& t = c.plan.weight;
   cudaError_t error = cudaSuccess;
-  const bool sums_bias = grad_bias != nullptr && grad_weight != nullptr && gemm_weight_sums_bias(problem, t);
-  if (grad_bias != nullptr && !sums_bias) {
-    error = launch_bias<T>(problem, make_bias_params(problem, grad_output, grad_bias, workspace), stream);
-    if (error != cudaSuccess) return error;
-  }
-  if (grad_weight == nullptr) return cudaSuccess;
-  Operand inputs = input_operand(problem, input), grads = grad_operand(problem, grad_output);
-  if (packed != nullptr && grads.planes == 2) packed = nullptr;  // it has another form
-  if (packed != nullptr) grads.data = packed;
-  const bool direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
-  error = launch_pack<T>(problem, inputs, direct, grads, packed != nullptr, workspace + places.input,
-                         workspace + places.grad, stream);
-  if (error != cudaSuccess) return error;
-  GemmWeightParams p = make_params(problem, t, direct, reinterpret_cast<float*>(workspace + places.partial));
-  if (sums_bias) p.bias_partial = reinterpret_cast<float*>(workspace);
   constexpr int kPlanes = sizeof(T) == 4 ? 2 : 1;
   GemmWeightMaps<kPlanes> maps;
   const int ones[4] = {1, 1, 1, 1};
   int box[4];
   for (int i = 0; i < 4; ++i) box[i] = t.box[i] + t.halo[i];
   for (int plane = 0; plane < kPlanes && error == cudaSuccess; ++plane) {
-    error = direct ? make_direct_map(problem, t, input, maps.input[plane])
-                   : make_map(problem, t, inputs, plane, 64, t.box, ones, maps.input[plane]);
+    error = packs.direct ? make_direct_map(problem, t, c.input, maps.input[plane])
+                         : make_map(problem, t, packs.inputs, plane, 64, t.box, ones, maps.input[plane]);
     if (error == cudaSuccess) {
-      error = make_map(problem, t, grads, plane, p.row_bytes / 2, box, p.stride, maps.grad[plane]);
+      error = make_map(problem, t, packs.grads, plane, p.row_bytes / 2, box, p.stride, maps.grad[plane]);
     }
   }
   using Multiplied = std::conditional_t<sizeof(T) == 4, __nv_bfloat16, T>;
-  if (error == cudaSuccess) error = launch_shape<Multiplied, kPlanes>(t, p, maps, stream);
-  if (error != cudaSuccess) return error;
-  return launch_reduction<T>(problem, p, grad_output, input, grad_weight, sums_bias ? grad_bias : nullptr, stream);
+  return error != cudaSuccess ? error : launch_shape<Multiplied, kPlanes>(t, p, maps, stream);
 }
 
-cudaError_t launch_any(const Problem& problem, const GemmWeightTile& t, const void* grad_output, const void* packed,
-                       const void* input, void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
-  return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
+template <typename T>
+cudaError_t launch_sums(const WeightCall& c, void* grad_bias, cudaStream_t stream) {
+  const Problem& problem = c.plan.products;
+  const GemmWeightTile& t = c.plan.weight;
+  const Packs packs(problem, t, c.grad_output, c.packed, c.input, c.places);
+  const bool sums = c.phase != GemmWeightPhase::kRest;
+  cudaError_t error = c.packed != nullptr || !sums ? cudaSuccess : launch_pack<T>(packs, stream);
+  if (error != cudaSuccess) return error;
+  char* const place = static_cast<char*>(c.places.sums);
+  float* const partial = place == nullptr ? nullptr : reinterpret_cast<float*>(place + bias_bytes(problem, t));
+  GemmWeightParams p = make_params(problem, t, packs.direct, partial);
+  p.definition = make_definition(c.problem, c.grad_output, c.input);
+  if (c.plan.form == GemmGradientsForm::kUnrolled) {
+    p.definition.unrolled_taps = static_cast<int>(c.problem.kernel_positions());
+  } else if (c.plan.form == GemmGradientsForm::kMerged) {
+    p.definition.merged_taps = static_cast<int>(c.problem.axis[2].kernel);
+  }
+  p.pairs = has_pairs<T>(p, c.grad_weight);
+  p.eights = p.channels_last && p.group_out % 8 == 0 && reinterpret_cast<uintptr_t>(c.grad_weight) % 16 == 0;
+  if (gemm_weight_finishes(problem, t)) p.output = c.grad_weight;
+  p.clustered = t.clustered;
+  if (grad_bias != nullptr) p.bias_partial = reinterpret_cast<float*>(place);
+  if (sums) error = launch_products<T>(c, packs, p, stream);
+  const bool rest = c.phase != GemmWeightPhase::kSums && (p.output == nullptr || grad_bias != nullptr);
+  if (error != cudaSuccess || !rest) return error;
+  return launch_reduction<T>(c.problem, problem, p, c.grad_weight, grad_bias, stream);
+}
+
+cudaError_t launch_call(const WeightCall& c, cudaStream_t stream) {
+  return dispatch_up_to_float32(c.problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch_tile<T>(problem, t, grad_output, packed, input, grad_weight, grad_bias, static_cast<char*>(workspace),
-                          stream);
+    const bool sums_bias = c.grad_weight != nullptr && gemm_weight_sums_bias(c.plan.products, c.plan.weight);
+    cudaError_t error = cudaSuccess;
+    if (c.grad_weight != nullptr) error = launch_sums<T>(c, sums_bias ? c.grad_bias : nullptr, stream);
+    if (error != cudaSuccess || c.grad_bias == nullptr || sums_bias || c.phase == GemmWeightPhase::kSums) return error;
+    return launch_bias<T>(c.problem, make_bias_params(c.problem, c.grad_output, c.grad_bias, c.places.sums), stream);
   });
 }
 
 }  // namespace
 
-int64_t gemm_weight_gradient_workspace(const Problem& problem) {
-  if (!gemm_weight_gradient_refusal(problem).empty()) return 0;
-  return Workspace(problem, last_result<gemm_weight_tile>(problem)).bytes;
+int64_t gemm_weight_sums_bytes(const Problem& problem, const GemmWeightTile& t) {
+  const int64_t part = problem.in_channels * gemm_weight_pitch(problem) * problem.kernel_positions() * 4;
+  return bias_bytes(problem, t) + (gemm_weight_finishes(problem, t) ? 0 : round_up(t.splits * part, int64_t{1024}));
+}
+int64_t gemm_weight_input_bytes(const Problem& problem, const GemmWeightTile& t, const void* input) {
+  const bool direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
+  const Operand x = input_operand(problem, input);
+  return direct || as_it_lies(problem, x) ? 0 : x.bytes();
+}
+int64_t gemm_weight_grad_bytes(const Problem& problem, const void* grad_output) {
+  const Operand x = grad_operand(problem, grad_output);
+  return as_it_lies(problem, x) ? 0 : x.bytes();
 }
 
-cudaError_t launch_packed_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* packed,
-                                               const void* input, void* grad_weight, void* grad_bias, void* workspace,
-                                               cudaStream_t stream) {
-  if (!gemm_weight_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
-  return launch_any(problem, last_result<gemm_weight_tile>(problem), grad_output, packed, input, grad_weight, grad_bias,
-                    workspace, stream);
+int64_t gemm_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                       const void* /*weight*/) {
+  if (!gemm_weight_gradient_refusal(problem).empty()) return 0;
+  const GemmWeightTile& t = last_result<gemm_weight_tile>(problem);
+  return gemm_weight_sums_bytes(problem, t) + gemm_weight_input_bytes(problem, t, input) +
+         gemm_weight_grad_bytes(problem, grad_output);
+}
+int64_t gemm_weight_gradient_workspace(const Problem& problem) {
+  const void* const unaligned = reinterpret_cast<const void*>(1);
+  return gemm_weight_gradient_workspace(problem, unaligned, unaligned, nullptr);
+}
+
+cudaError_t launch_packed_gemm_weight_gradient(const Problem& problem, const GemmGradientsPlan& plan,
+                                               const void* grad_output, const void* packed, const void* input,
+                                               void* grad_weight, void* grad_bias, const GemmWeightPlaces& places,
+                                               GemmWeightPhase phase, cudaStream_t stream) {
+  return launch_call({phase, problem, plan, grad_output, packed, input, grad_weight, grad_bias, places}, stream);
 }
 
 cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
-  return launch_packed_gemm_weight_gradient(problem, grad_output, nullptr, input, grad_weight, grad_bias, workspace,
-                                            stream);
+  if (!gemm_weight_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
+  if (grad_bias != nullptr && !problem.has_bias) return cudaErrorNotSupported;  // there is no room for its sums
+  const GemmWeightTile& t = last_result<gemm_weight_tile>(problem);
+  char* const base = static_cast<char*>(workspace);
+  char* const packed_input = base + gemm_weight_sums_bytes(problem, t);
+  const GemmGradientsPlan plan{GemmGradientsForm::kTurned, problem, {}, t, 0, false};
+  return launch_call({GemmWeightPhase::kAll,
+                      problem,
+                      plan,
+                      grad_output,
+                      nullptr,
+                      input,
+                      grad_weight,
+                      grad_bias,
+                      {base, packed_input, packed_input + gemm_weight_input_bytes(problem, t, input)}},
+                     stream);
 }
 
 }  // namespace fastconvt::cuda

@@ -3,40 +3,19 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
-#include "device/shared_address.cuh"
-#include "gemm_weight_gradient_product.cuh"
+#include "device/prefetch_map.cuh"
+#include "gemm_weight_gradient_finish.cuh"
 
 namespace fastconvt::cuda {
 
-constexpr int kGemmWeightMultipliers = 256, kGemmWeightThreads = kGemmWeightMultipliers + 128;
-constexpr int kGemmWeightBiasWarps = 3;
 // Registers of a thread that multiplies, and of one that copies.
-constexpr int kGemmWeightRegisters = 224, kGemmWeightCopierRegisters = 56;
+constexpr int kGemmWeightRegisters = 216, kGemmWeightCopierRegisters = 72;
 
 // In shared memory: of every stage, that it is full and that it is empty.
 struct GemmWeightBarriers {
   uint32_t address;
   __device__ __forceinline__ uint32_t full(int stage) const { return address + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return address + (kGemmWeightMaxStages + stage) * 8; }
-};
-
-// What a block sums, and of which positions.
-struct GemmWeightShare {
-  int group, in_block, first_slot, end_slot;
-  int split, begin, end;  // tiles
-
-  __device__ explicit GemmWeightShare(const GemmWeightParams& p) {
-    split = static_cast<int>(blockIdx.x) / p.kinds;
-    int kind = static_cast<int>(blockIdx.x) - split * p.kinds;
-    const int slot_block = kind % p.slot_blocks;
-    kind /= p.slot_blocks;
-    in_block = kind % p.in_blocks;
-    group = kind / p.in_blocks;
-    first_slot = slot_block * p.slots;
-    end_slot = min(first_slot + p.slots, p.all_slots);
-    begin = static_cast<int>(static_cast<int64_t>(p.all_tiles) * split / p.splits);
-    end = static_cast<int>(static_cast<int64_t>(p.all_tiles) * (split + 1) / p.splits);
-  }
 };
 
 // A staged box of outputs: its channel, its coordinates for the first tile, in the order of the tile's axes.
@@ -46,7 +25,9 @@ struct GemmWeightBox {
 // Where slots stand in a stage, in bytes, and the boxes; in shared memory.
 struct GemmWeightTables {
   GemmWeightBox box[2 * kGemmWeightMaxSlots];
-  int slot[2 * kGemmWeightMaxSlots];
+  int slot[2 * kGemmWeightMaxSlots], number[2 * kGemmWeightMaxSlots];  // number: of its tap
+  // Slots of counted taps, of the first block of channels and of both.
+  int counted[2 * kGemmWeightMaxSlots], first_counted, all_counted;
   int boxes;
 };
 
@@ -62,7 +43,7 @@ __device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const Gem
   const unsigned all = __ballot_sync(~0u, exists);
   if (!exists) return;
   const int channel_block = slot / p.taps;
-  const GemmWeightTap& tap = p.tap[slot - channel_block * p.taps];
+  const GemmWeightTap tap = load_tap(p, slot - channel_block * p.taps);
   const int residue = (tap.residue[0] * kGemmWeightMaxStride + tap.residue[1]) * kGemmWeightMaxStride + tap.residue[2];
   const int key = channel_block * kGemmWeightMaxStride * kGemmWeightMaxStride * kGemmWeightMaxStride + residue;
   const unsigned same = __match_any_sync(all, key);
@@ -81,8 +62,14 @@ __device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const Gem
     if (first) tables.box[box].at[i] = at;
   }
   if (first) tables.box[box].channel = share.group * p.out_pitch + channel_block * (p.row_bytes / 2);
-  tables.slot[lane] = p.inputs_bytes + box * p.box_bytes + rows * p.row_bytes;
-  if (slot + 1 == share.end_slot) tables.boxes = box + 1;
+  const int at = p.inputs_bytes + box * p.box_bytes + rows * p.row_bytes;
+  tables.slot[lane] = at, tables.number[lane] = tap.number;
+  const int block = channel_block - share.first_slot / p.taps;
+  const unsigned counted = __ballot_sync(all, tap.counted && block < kGemmWeightBiasBlocks);
+  const unsigned of_first = __ballot_sync(all, tap.counted && block == 0);
+  if (counted >> lane & 1) tables.counted[__popc(counted & ((1u << lane) - 1))] = at;
+  if (slot + 1 != share.end_slot) return;
+  tables.boxes = box + 1, tables.first_counted = __popc(of_first), tables.all_counted = __popc(counted);
 #endif
 }
 
@@ -103,6 +90,7 @@ __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const Gem
   const int channel = share.group * (p.direct ? p.group_in : p.in_pitch) + share.in_block * (p.rows ? 128 : 64);
   const int bytes = p.inputs_bytes + tables.boxes * p.box_copied;
   wait_for_previous_grid();  // for packed tensors
+  let_next_grid_begin();     // it may rely on them, too
   int stage = 0, parity = 1;
   for (int index = share.begin; index < share.end; ++index) {
 #pragma unroll
@@ -136,82 +124,72 @@ __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const Gem
   }
 }
 
-// Two numbers of 16 bits in a word.
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t word) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&word));
-  } else {
-    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
-  }
-}
-
-// Adds what is staged for counted taps, for the bias's gradient: three warps, which the copying one leaves over. A lane
-// has eight channels of some positions, of up to two blocks of channels.
+// Adds what is staged for counted taps, for the bias's gradient: three warps, which the copying one leaves over, by
+// products with ones. A warp has sixteen channels of a slot, a fourth sixteen in turn with the others; of up to two
+// blocks of channels. Blocks that differ in input channels share the tiles.
 template <typename T, int kColumnTiles>
-__device__ __forceinline__ void sum_stages(const GemmWeightParams& p, const GemmWeightShare& share,
-                                           const GemmWeightTables& tables, GemmWeightBarriers barriers,
-                                           uint32_t stages) {
-  constexpr int kVectors = kColumnTiles, kLanes = 32 * kGemmWeightBiasWarps;
-  constexpr uint32_t kSwizzle = (kVectors - 1) * 16;
-  const int thread = threadIdx.x - kGemmWeightMultipliers - 32, lane = thread % 32, vector = thread % kVectors;
-  float sum[kGemmWeightBiasBlocks][8] = {};
-  int stage = 0, parity = 0;
+__device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWeightShare& share,
+                                        const GemmWeightTables& tables, GemmWeightBarriers barriers, uint32_t stages) {
+  constexpr int kTiles = kColumnTiles / 2, kSteps = kGemmWeightPositions / 16, kOwn = kTiles == 4 ? 2 : 1;
+  constexpr uint32_t kSwizzle = (kColumnTiles - 1) * 16;
+  const int warp = (threadIdx.x - kGemmWeightMultipliers) / 32 - 1, lane = threadIdx.x % 32;
+  uint32_t row[kSteps];  // of a lane's position and channels, in bytes
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    row[k] = (p.step_at[k] + lane / 16 * p.group_pitch) * 16 + (lane % 8 * kColumnTiles + lane / 8 % 2) * 16;
+  }
+  float sum[kGemmWeightBiasBlocks][kOwn][4] = {};
+  int stage = 0, parity = 0, turn = 0;
 #pragma unroll 1
   for (int index = share.begin; index < share.end; ++index) {
     mbarrier_wait(barriers.full(stage), parity);
+    const bool own = index % p.in_blocks == share.in_block;
 #pragma unroll
-    for (int block = 0; block < kGemmWeightBiasBlocks; ++block) {
-      const int first = max(share.first_slot, (share.first_slot / p.taps + block) * p.taps);
-      const int end = min(share.end_slot, (share.first_slot / p.taps + block + 1) * p.taps);
-      for (int slot = first; slot < end; ++slot) {
-        if (!p.tap[slot % p.taps].counted) continue;
-        const uint32_t from = stages + stage * p.stage_bytes + tables.slot[slot - share.first_slot] + vector * 16;
-#pragma unroll 2
-        for (int k = thread / kVectors; k < kGemmWeightPositions; k += kLanes / kVectors) {
-          const int row = (p.step_at[k / 16] + k / 8 % 2 * p.group_pitch) * 16 + k % 8 * kVectors * 16;
-          const uint32_t at = from + row;
-          uint32_t w[4];
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                       : "r"(at ^ (at >> 3 & kSwizzle))
-                       : "memory");
+    for (int block = 0; block < kGemmWeightBiasBlocks && own; ++block) {
+      const int end = block == 0 ? tables.first_counted : tables.all_counted;
+#pragma unroll 1
+      for (int slot = block == 0 ? 0 : tables.first_counted; slot < end; ++slot) {
+        const uint32_t from = stages + stage * p.stage_bytes + tables.counted[slot];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 both = unpack<T>(w[i]);
-            sum[block][2 * i] += both.x, sum[block][2 * i + 1] += both.y;
+        for (int i = 0; i < kOwn; ++i) {
+          const int tile = i == 0 ? warp : 3;
+          if (i == 0 ? tile >= kTiles : turn != warp) continue;
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            const uint32_t at = from + row[k] + tile * 32;
+            uint32_t a[4];
+            load_four_transposed(a, at ^ (at >> 3 & kSwizzle));
+            add_positions<T>(sum[block][i], a);
           }
         }
       }
     }
+    if (own && ++turn == kGemmWeightBiasWarps) turn = 0;
     __syncwarp();
     if (lane == 0) mbarrier_arrive(barriers.empty(stage));
     if (++stage == p.stages) stage = 0, parity ^= 1;
   }
-  const int slot_block = share.first_slot / p.slots;
-  float* to = p.bias_partial + vector * 8 +
-              (((static_cast<int64_t>(share.split) * kGemmWeightBiasWarps + thread / 32) *
-                    (p.kinds / p.in_blocks / p.slot_blocks) +
-                share.group) *
-                   p.slot_blocks +
-               slot_block) *
-                  kGemmWeightBiasBlocks * kVectors * 8;
+  if (p.output != nullptr) leave_stages<32 * kGemmWeightBiasWarps>();
+  const int slot_block = share.first_slot / p.slots, groups = p.kinds / p.in_blocks / p.slot_blocks;
+  const int64_t part = (share.split * p.in_blocks + share.in_block) * kGemmWeightBiasWarps + warp;
+  float* to = p.bias_partial +
+              ((part * groups + share.group) * p.slot_blocks + slot_block) * (kGemmWeightBiasBlocks * kColumnTiles * 8);
+  if (lane % 4 > 0) return;  // all columns of the product are the same
 #pragma unroll
-  for (int block = 0; block < kGemmWeightBiasBlocks; ++block, to += kVectors * 8) {
+  for (int block = 0; block < kGemmWeightBiasBlocks; ++block, to += kColumnTiles * 8) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float& x = sum[block][i];
-#pragma unroll
-      for (int apart = kVectors; apart < 32; apart *= 2) x += __shfl_xor_sync(~0u, x, apart);
-      if (lane < kVectors) to[i] = x;
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float (&d)[4] = sum[block][tile == 3 ? kOwn - 1 : 0];
+      const bool has = tile == 3 || tile == warp;
+      to[tile * 16 + lane / 4] = has ? d[0] : 0, to[tile * 16 + 8 + lane / 4] = has ? d[2] : 0;
     }
   }
 }
 
 template <typename T, int kColumnTiles, int kSlots, int kPlanes>
 __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const GemmWeightShare& share,
-                                                const GemmWeightTables& tables, GemmWeightBarriers barriers,
-                                                uint32_t stages) {
+                                                const GemmWeightTables& tables, const GemmWeightOrder& order,
+                                                GemmWeightBarriers barriers, uint32_t stages) {
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int first_slot = p.rows ? 0 : warpgroup * kSlots;
@@ -261,24 +239,10 @@ __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const
     if (lane == 0) mbarrier_arrive(barriers.empty(stage));
     if (++stage == p.stages) stage = 0, parity ^= 1;
   }
-  const int row = share.in_block * (p.rows ? 128 : 64) + (p.rows ? warpgroup * 64 : 0) + warp * 16 + lane / 4;
-#pragma unroll
-  for (int i = 0; i < kSlots; ++i) {
-    const int number = share.first_slot + first_slot + i;
-    if (number >= share.end_slot) continue;
-    const int channel_block = number / p.taps, tap = p.tap[number - channel_block * p.taps].number;
-    const int column = channel_block * kColumnTiles * 8 + lane % 4 * 2;
-    float* const to = p.partial + share.split * p.part +
-                      ((static_cast<int64_t>(share.group) * p.group_in + row) * p.taps + tap) * p.weight_pitch + column;
-    const int64_t further = int64_t{8} * p.taps * p.weight_pitch;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-      if (column + n * 8 >= p.weight_pitch) continue;
-      if (row < p.group_in) *reinterpret_cast<float2*>(to + n * 8) = make_float2(sum[i][n][0], sum[i][n][1]);
-      if (row + 8 < p.group_in) {
-        *reinterpret_cast<float2*>(to + further + n * 8) = make_float2(sum[i][n][2], sum[i][n][3]);
-      }
-    }
+  if (p.output != nullptr) {
+    finish_sums<std::conditional_t<kPlanes == 2, float, T>>(p, share, order, stages, first_slot, sum);
+  } else {
+    store_partial(p, share, tables.number, first_slot, sum);
   }
 }
 
@@ -287,34 +251,44 @@ __global__ void __launch_bounds__(kGemmWeightThreads, 1)
     gemm_weight_gradient_kernel(const __grid_constant__ GemmWeightParams p,
                                 const __grid_constant__ GemmWeightMaps<kPlanes> maps) {
 #ifdef FASTCONVT_GEMM_WEIGHT
-  let_next_grid_begin();
   extern __shared__ unsigned char unaligned_bytes[];
   __shared__ GemmWeightTables tables;
+  __shared__ GemmWeightOrder order;
   const uint32_t base = (shared_address(unaligned_bytes) + 1023) & ~1023u;
   const GemmWeightBarriers barriers{base};
   const uint32_t stages = base + kGemmWeightHead;
   const GemmWeightShare share(p);
-  const bool sums_bias = p.bias_partial != nullptr && share.in_block == 0;
+  const bool sums_bias = p.bias_partial != nullptr;
   if (threadIdx.x == kGemmWeightMultipliers) {
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) prefetch_map(&maps.input[i]), prefetch_map(&maps.grad[i]);
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(barriers.full(i), 1);
       mbarrier_init(barriers.empty(i), kGemmWeightMultipliers / 32 + (sums_bias ? kGemmWeightBiasWarps : 0));
     }
     fence_shared_writes();
   }
-  if (threadIdx.x < 32) fill_tables(p, share, tables);
+  if (threadIdx.x < 32) {
+    fill_tables(p, share, tables);
+  } else if (threadIdx.x < 64 && p.output != nullptr) {
+    order_slots<std::conditional_t<kPlanes == 2, float, T>>(p, share.first_slot, share.end_slot - share.first_slot,
+                                                            (share.end_tile(p) - share.first_tile(p)) * 8, order);
+  }
   __syncthreads();
   if (threadIdx.x < kGemmWeightMultipliers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGemmWeightRegisters));
-    multiply_stages<T, kColumnTiles, kSlots, kPlanes>(p, share, tables, barriers, stages);
+    multiply_stages<T, kColumnTiles, kSlots, kPlanes>(p, share, tables, order, barriers, stages);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGemmWeightCopierRegisters));
     if (threadIdx.x == kGemmWeightMultipliers) {
       copy_stages(p, share, tables, barriers, stages, maps);
-    } else if (sums_bias && threadIdx.x >= kGemmWeightMultipliers + 32) {
+    } else if (kPlanes == 1 && sums_bias && threadIdx.x >= kGemmWeightMultipliers + 32) {
       sum_stages<T, kColumnTiles>(p, share, tables, barriers, stages);
     }
+    __syncwarp();
+    if (p.clustered) meet_cluster();
   }
+  if (p.clustered) meet_cluster();  // nobody leaves while others read
 #endif
 }
 

@@ -7,6 +7,18 @@
 
 namespace fastconvt::cuda {
 
+// An element by its definition.
+struct GemmWeightDefinition {
+  AxisParams axis[3];
+  Strides in, out;
+  int64_t batch;
+  int group_in, group_out;
+  int unrolled_taps;  // 0; or "channels" are (channel, one of these taps), and there is one "tap"
+  int merged_taps;    // 0; or "channels" are (one of these taps, of the last axis, channel)
+  const void* grad;
+  const void* input;
+};
+
 struct GemmWeightParams {
   // In the order of the tile's axes, innermost first.
   int axis_of[4];                  // 0: batch
@@ -30,15 +42,19 @@ struct GemmWeightParams {
   int weight_pitch;  // of partial sums: channels
   int64_t part;      // of a split, in elements
   float* partial;
-  float* bias_partial;  // (splits, warps, groups, slot blocks, kGemmWeightBiasBlocks, channels of a slot); may be null
+  void* output;               // the weight's gradient, if blocks finish their sums themselves; else null
+  bool clustered;             // the splits of a kind are a cluster, which finishes them
+  bool channels_last, pairs;  // of the weight, as GemmWeightReduction has them
+  bool eights;                // the same of every eight neighbours
+  GemmWeightDefinition definition;
+  float* bias_partial;  // (splits, input blocks, warps, groups, slot blocks, kGemmWeightBiasBlocks, channels of a
+                        // slot); may be null
   GemmWeightTap tap[kGemmWeightMaxTaps];
 };
 
 // How partial sums become the weight's gradient.
 struct GemmWeightReduction {
-  AxisParams axis[3];
-  Strides in, out;
-  int64_t batch;
+  GemmWeightDefinition definition;
   int group_in, group_out, weight_pitch;
   int rows, channels;  // of a block of the grid
   int all_rows;
@@ -50,11 +66,10 @@ struct GemmWeightReduction {
   const float* partial;
   const float* bias_partial;
   int weight_blocks;                                   // of the grid; the others reduce the bias
-  int out_channels, width, slots, slot_blocks, parts;  // parts: splits times warps that summed the bias
+  int out_channels, width, slots, slot_blocks, parts;  // parts: splits times blocks times warps that summed the bias
+  int groups, merged;                                  // merged: channels of the products that are one
   int64_t out_positions;
   void* bias;
-  const void* grad;
-  const void* input;
   void* output;
 };
 

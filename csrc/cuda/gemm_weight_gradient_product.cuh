@@ -91,4 +91,38 @@ __device__ __forceinline__ void load_four_transposed(uint32_t (&a)[4], uint32_t 
 #endif
 }
 
+// Adds sixteen positions of sixteen channels, which load_four_transposed() gives: a product with ones. A lane has two
+// channels, eight apart; all columns are the same.
+template <typename T>
+__device__ __forceinline__ void add_positions(float (&d)[4], const uint32_t (&a)[4]) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+#define FASTCONVT_ADD(type)                                                           \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),                          \
+                 "r"(std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u))
+  if constexpr (std::is_same_v<T, __half>) {
+    FASTCONVT_ADD("f16");
+  } else {
+    FASTCONVT_ADD("bf16");
+  }
+#undef FASTCONVT_ADD
+#endif
+}
+
+__device__ __forceinline__ void store_four(uint32_t address, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+// From another block's shared memory.
+__device__ __forceinline__ void load_cluster_four(uint32_t address, float (&x)[4]) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+#endif
+}
+
 }  // namespace fastconvt::cuda

@@ -3,48 +3,17 @@
 
 #include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
-#include "gemm_weight_gradient_params.h"
+#include "gemm_weight_gradient_store.cuh"
 
 namespace fastconvt::cuda {
 
-// One element by the definition, where infinity and NaN meet only what they should.
+// The bias of a channel by the definition.
 template <typename T>
-__device__ __noinline__ float gemm_weight_gradient_at(const GemmWeightReduction& p, int row, int channel, int tap) {
-  const int group = row / p.group_in, width = p.axis[2].kernel, height = p.axis[1].kernel;
-  const int taps[3] = {tap / width / height, tap / width % height, tap % width};
-  const T* const grad =
-      static_cast<const T*>(p.grad) + (static_cast<int64_t>(group) * p.group_out + channel) * p.out.channel;
-  const T* const input = static_cast<const T*>(p.input) + row * p.in.channel;
-  double sum = 0;
-  for (int64_t n = 0; n < p.batch; ++n) {
-    for (int64_t z = 0; z < p.axis[0].in; ++z) {
-      const int64_t at_z = z * p.axis[0].stride + taps[0] * p.axis[0].dilation - p.axis[0].padding;
-      if (at_z < 0 || at_z >= p.axis[0].out) continue;
-      for (int64_t y = 0; y < p.axis[1].in; ++y) {
-        const int64_t at_y = y * p.axis[1].stride + taps[1] * p.axis[1].dilation - p.axis[1].padding;
-        if (at_y < 0 || at_y >= p.axis[1].out) continue;
-        const T* const gradients = grad + n * p.out.batch + at_z * p.out.axis[0] + at_y * p.out.axis[1];
-        const T* const inputs = input + n * p.in.batch + z * p.in.axis[0] + y * p.in.axis[1];
-        for (int64_t x = 0; x < p.axis[2].in; ++x) {
-          const int64_t at_x = x * p.axis[2].stride + taps[2] * p.axis[2].dilation - p.axis[2].padding;
-          if (at_x < 0 || at_x >= p.axis[2].out) continue;
-          sum += static_cast<double>(to_accumulator(gradients[at_x * p.out.axis[2]])) *
-                 static_cast<double>(to_accumulator(inputs[x * p.in.axis[2]]));
-        }
-        if (sum != sum) return static_cast<float>(sum);  // NaN stays
-      }
-    }
-  }
-  return static_cast<float>(sum);
-}
-
-// The same of the bias.
-template <typename T>
-__device__ __noinline__ float gemm_bias_gradient_at(const GemmWeightReduction& p, int channel) {
+__device__ __noinline__ float gemm_bias_gradient_at(const GemmWeightDefinition& p, int64_t positions, int channel) {
   double sum = 0;
   for (int64_t n = 0; n < p.batch; ++n) {
     const T* const grad = static_cast<const T*>(p.grad) + n * p.out.batch + channel * p.out.channel;
-    for (int64_t i = 0; i < p.out_positions; ++i) sum += static_cast<double>(to_accumulator(grad[i * p.out.axis[2]]));
+    for (int64_t i = 0; i < positions; ++i) sum += static_cast<double>(to_accumulator(grad[i * p.out.axis[2]]));
   }
   return static_cast<float>(sum);
 }
@@ -58,8 +27,8 @@ __device__ __forceinline__ void reduce_bias(const GemmWeightReduction& p, int bl
   constexpr int kShares = kGemmWeightReduceThreads / 32;
   const int channel = block * 32 + static_cast<int>(threadIdx.x) % 32, share = threadIdx.x / 32;
   float sum = 0;
-  if (channel < p.out_channels) {
-    const int group = channel / p.group_out, in_group = channel - group * p.group_out;
+  for (int i = 0; channel < p.out_channels && i < p.merged; ++i) {
+    const int all = i * p.out_channels + channel, group = all / p.group_out, in_group = all - group * p.group_out;
     const int channel_block = in_group / p.width, first = channel_block * p.taps.divisor;
     const int64_t pitch = static_cast<int64_t>(p.slot_blocks) * kGemmWeightBiasBlocks * p.width;
     const float* const from = p.bias_partial + group * pitch + in_group % p.width;
@@ -67,7 +36,7 @@ __device__ __forceinline__ void reduce_bias(const GemmWeightReduction& p, int bl
       const int place = slot_block * kGemmWeightBiasBlocks + channel_block - slot_block * p.slots / p.taps.divisor;
 #pragma unroll 8
       for (int part = share; part < p.parts; part += kShares) {
-        sum += __ldcg(from + part * (p.out_channels / p.group_out) * pitch + static_cast<int64_t>(place) * p.width);
+        sum += __ldcg(from + part * p.groups * pitch + static_cast<int64_t>(place) * p.width);
       }
     }
   }
@@ -75,7 +44,7 @@ __device__ __forceinline__ void reduce_bias(const GemmWeightReduction& p, int bl
   __syncthreads();
   if (share > 0 || channel >= p.out_channels) return;
   for (int i = 1; i < kShares; ++i) sum += sums[i * 32 + threadIdx.x];
-  if (!is_finite(sum)) sum = gemm_bias_gradient_at<T>(p, channel);
+  if (!is_finite(sum)) sum = gemm_bias_gradient_at<T>(p.definition, p.out_positions, channel);
   static_cast<T*>(p.bias)[channel] = from_accumulator<T>(sum);
 }
 
@@ -190,7 +159,7 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
     int channel, tap;
     T* const to = output + row * row_pitch + find(i - row * all, channel, tap);
     if (is_finite(value_of(row, channel, tap))) continue;
-    *to = from_accumulator<T>(gemm_weight_gradient_at<T>(p, first_row + row, first + channel, tap));
+    *to = from_accumulator<T>(gemm_weight_gradient_at<T>(p.definition, first_row + row, first + channel, tap));
   }
 #endif
 }

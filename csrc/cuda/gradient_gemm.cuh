@@ -5,6 +5,7 @@
 
 #include "device/cluster.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/prefetch_map.cuh"
 #include "device/shared_address.cuh"
 #include "gradient_gemm_store.cuh"
 
@@ -78,7 +79,8 @@ struct GradientGemmUnit {
 __device__ __forceinline__ void copy_items(const GradientGemmParams& p, const CUtensorMap* positions,
                                            const CUtensorMap* weights, uint32_t base, int rank) {
   const GradientGemmBarriers barriers{base};
-  wait_for_previous_grid();  // for the packed tensors
+  if (!p.ready) wait_for_previous_grid();  // for the packed tensors
+  let_next_grid_begin();                   // it may rely on them, too
   GradientGemmRing ring;
   int begin, end;
   find_share(p, rank, begin, end);
@@ -186,6 +188,7 @@ __device__ __forceinline__ void store_sums(const GradientGemmParams& p, const Gr
       fence_shared_writes();
       mbarrier_arrive(barriers.staged(warpgroup));
     } else {
+      if (p.stores_wait) wait_for_previous_grid();
       store_by_threads<T, kContiguous>(p, item, staged);
       meet_warpgroup(warpgroup, false);
     }
@@ -198,7 +201,7 @@ template <typename T, bool kContiguous, int kRowTiles, int kTiles>
 __device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const GradientGemmItem& item,
                                               const GradientGemmStaged& staged, uint32_t base, int warpgroup,
                                               const float (&sum)[kRowTiles][kTiles][4]) {
-  constexpr int kTile = 128 * 16, kAtOnce = 4;  // bytes of a tile's sums; blocks that are read at the same time
+  constexpr int kTile = 128 * 16, kAtOnce = 4;  // bytes of a tile's sums; tiles that are read at the same time
   const uint32_t own = first_stage(base) + warpgroup * (kRowTiles * kTiles * kTile) + threadIdx.x % 128 * 16;
   asm volatile("bar.sync 3, 256;" ::: "memory");  // nobody multiplies what sums will stand on
 #pragma unroll
@@ -206,30 +209,35 @@ __device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) store_shared(own + (i * kTiles + j) * kTile, sum[i][j]);
   meet_cluster();
-  const int share = kTiles / p.splits, first = staged.begin / 8;
+  const int share = kTiles / p.splits, first = staged.begin / 8, count = kRowTiles * share;
   float probe = 0;
-#pragma unroll 2
-  for (int n = 0; n < kRowTiles * share; ++n) {
-    const int i = n / share, j = first + n - i * share;
-    float total[4] = {0, 0, 0, 0};
-    for (int s = 0; s < p.splits; s += kAtOnce) {
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += kAtOnce) {
+    float total[kAtOnce][4] = {};
+#pragma unroll 1
+    for (int s = 0; s < p.splits; ++s) {
       float part[kAtOnce][4];
 #pragma unroll
       for (int q = 0; q < kAtOnce; ++q) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) part[q][k] = 0;
-        if (s + q < p.splits) load_cluster(cluster_address(own + (i * kTiles + j) * kTile, s + q), part[q]);
+        const int n = min(begin + q, count - 1), i = n / share, j = first + n - i * share;
+        load_cluster(cluster_address(own + (i * kTiles + j) * kTile, s), part[q]);
       }
 #pragma unroll
       for (int q = 0; q < kAtOnce; ++q)
 #pragma unroll
-        for (int k = 0; k < 4; ++k) total[k] += part[q][k];
+        for (int k = 0; k < 4; ++k) total[q][k] += part[q][k];
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) probe = fmaf(total[k], 0.f, probe);
-    stage_tile<T, kContiguous>(p, staged.staging, total, i * 64, j - first);
+    for (int q = 0; q < kAtOnce; ++q) {
+      const int n = begin + q, i = n / share;
+      if (n >= count) continue;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) probe = fmaf(total[q][k], 0.f, probe);
+      stage_tile<T, kContiguous>(p, staged.staging, total[q], i * 64, n - i * share);
+    }
   }
   finish_staging<T, kContiguous>(p, item, staged, warpgroup, probe);
+  if (p.stores_wait) wait_for_previous_grid();
   store_by_threads<T, kContiguous>(p, item, staged);
 }
 
@@ -268,6 +276,7 @@ __device__ __forceinline__ void store_items(const GradientGemmParams& p, const C
                                             int warpgroup) {
   const GradientGemmBarriers barriers{base};
   int parity = 0;
+  if (p.stores_wait) wait_for_previous_grid();
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const GradientGemmItem item = find_item(p, index);
     for (int part = 0; part * p.staged_columns < p.columns; ++part, parity ^= 1) {
@@ -294,6 +303,7 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
   const uint32_t base = shared_address(shared);
   const GradientGemmBarriers barriers{base};
   if (threadIdx.x == 0) {
+    prefetch_map(&positions), prefetch_map(&weights);
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(barriers.full(i), 1);
       mbarrier_init(barriers.empty(i), 8);
@@ -320,6 +330,8 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
     }
   }
   if (p.splits > 1) meet_cluster();  // nobody leaves while others read
+  // Who waits for this grid waits for the one before it as well.
+  if (p.ready && blockIdx.x + 1 == gridDim.x) wait_for_previous_grid();
 #endif
 }
 

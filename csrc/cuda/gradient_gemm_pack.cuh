@@ -244,18 +244,29 @@ __device__ __forceinline__ void pad_positions(const GradientPackParams& p, int b
   }
 }
 
+// The weight by the first blocks, then `blocks` for the output's gradient, the others for the input (16 bits, which the
+// weight's gradient reads).
 template <typename T>
 __global__ void __launch_bounds__(kGradientPackThreads)
-    gradient_pack_kernel(const __grid_constant__ GradientPackParams p) {
+    gradient_pack_kernel(const __grid_constant__ GradientPackParams p, const __grid_constant__ GradientPackParams input,
+                         int blocks) {
   __shared__ __align__(1024) char staged[kGradientPackPositions * 33 * 4];
   let_next_grid_begin();
-  const int block = static_cast<int>(blockIdx.x);
-  if (block < p.weight_blocks) {
-    pack_weights<T>(p, block, reinterpret_cast<T*>(staged));
+  const int block = static_cast<int>(blockIdx.x) - p.weight_blocks;
+  if (block < 0) {
+    pack_weights<T>(p, static_cast<int>(blockIdx.x), reinterpret_cast<T*>(staged));
+  } else if (block >= blocks) {
+    if constexpr (sizeof(T) == 2) {
+      if (input.turned) {
+        pad_positions<T>(input, block - blocks);
+      } else {
+        turn_positions<T>(input, block - blocks, staged);
+      }
+    }
   } else if (p.turned) {
-    pad_positions<T>(p, block - p.weight_blocks);
+    pad_positions<T>(p, block);
   } else {
-    turn_positions<T>(p, block - p.weight_blocks, staged);
+    turn_positions<T>(p, block, staged);
   }
 }
 

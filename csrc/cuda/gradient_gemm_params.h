@@ -12,6 +12,16 @@ struct GradientGemmAxis {
   int out, kernel, stride, padding, dilation;
 };
 
+// An element of the input's gradient by its definition.
+struct GradientGemmDefinition {
+  GradientGemmAxis axis[3];
+  int group_out;
+  bool weight_turned;  // taps before channels of the output
+  Strides out;
+  const void* grad_output;
+  const void* weight;
+};
+
 struct GradientGemmParams {
   GradientGemmAxis axis[3];
   int rank;          // axes of a copy besides channels and batch: the last ones
@@ -19,7 +29,7 @@ struct GradientGemmParams {
   FastDivide image;  // positions of a batch entry
   int items;
   FastDivide column_blocks, row_blocks;
-  int group_in, group_out;
+  int group_in;
   int group_pitch, out_channels;  // that copies read, of a group and of all: beyond them is zero
   int chunk, chunks, units, units_per_stage, inner, splits;
   int rows, columns, staged_columns;  // of a block, and of what it stages at a time
@@ -33,12 +43,13 @@ struct GradientGemmParams {
   int line_bytes, line_log2, line_block, line_pitch, line_shift, line_mask;
   bool contiguous;
   GradientGemmStore store;
-  int piece;           // elements that a thread stores at once
-  bool weight_turned;  // taps before channels of the output
-  Strides in, out;
-  const void* grad_output;
-  const void* weight;
+  int piece;  // elements that a thread stores at once
+  // Whether what is read stands there already while the grid before may still run, and whether that one still reads
+  // what is where the input's gradient will be.
+  bool ready, stores_wait;
+  Strides in;
   void* grad_input;
+  GradientGemmDefinition definition;
 };
 
 }  // namespace fastconvt::cuda

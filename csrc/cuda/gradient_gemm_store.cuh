@@ -24,9 +24,11 @@ __device__ __forceinline__ GradientGemmItem find_item(const GradientGemmParams& 
 
 // An element by the definition, in float64: only outputs that exist are multiplied.
 template <typename T>
-__device__ __noinline__ T gradient_by_definition(const GradientGemmParams& p, int group, int channel, int position) {
+__device__ __noinline__ T gradient_by_definition(const GradientGemmParams& params, int group, int channel,
+                                                 int position) {
+  const GradientGemmDefinition& p = params.definition;
   int at[3], image = position;
-  const int n = p.image(image);
+  const int n = params.image(image);
 #pragma unroll
   for (int a = 2; a >= 0; --a) {
     int rest = image;
@@ -36,7 +38,7 @@ __device__ __noinline__ T gradient_by_definition(const GradientGemmParams& p, in
   const int64_t taps = int64_t{p.axis[0].kernel} * p.axis[1].kernel * p.axis[2].kernel;
   const int64_t weight_tap = p.weight_turned ? p.group_out : 1, weight_channel = p.weight_turned ? 1 : taps;
   const T* const weight =
-      static_cast<const T*>(p.weight) + (int64_t{group} * p.group_in + channel) * p.group_out * taps;
+      static_cast<const T*>(p.weight) + (int64_t{group} * params.group_in + channel) * p.group_out * taps;
   const T* const source =
       static_cast<const T*>(p.grad_output) + n * p.out.batch + int64_t{group} * p.group_out * p.out.channel;
   double sum = 0;

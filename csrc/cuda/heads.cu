@@ -61,6 +61,7 @@ HeadsParams heads_params(const Problem& problem, const HeadsTile& tile, const vo
   const int64_t size = problem.element_size(), taps = problem.kernel_positions();
   HeadsParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   p.in = input_strides(problem), p.out = output_strides(problem);
   p.march = tile.march, p.mid = tile.mid;
   const int64_t pairs_of[2] = {problem.axis[1].kernel * width.kernel, width.kernel};

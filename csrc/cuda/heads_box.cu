@@ -86,6 +86,7 @@ cudaError_t launch_heads_box(const Problem& problem, const void* input, const vo
   if (box.blocks == 0) return cudaErrorNotSupported;
   HeadsBoxParams p = box_params(problem, box);
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   const int64_t row = problem.axis[2].out() * (p.channels_last ? problem.out_channels : 1);
   p.element_pairs = row % 2 == 0 && box_aligned(output, 2 * problem.element_size());
   return dispatch_precision<HeadsPrecision>(problem, [&](auto tag, auto precision) {

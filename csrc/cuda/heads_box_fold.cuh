@@ -166,8 +166,9 @@ class HeadsBoxFold {
 
   __device__ __forceinline__ void store(T* to, int left, const float2& sum) {
     careful = careful || !is_finite(sum.x) || !is_finite(sum.y);
-    Pack<T, 2> pack;
-    pack.value[0] = from_accumulator<T>(sum.x), pack.value[1] = from_accumulator<T>(sum.y);
+    float x[2] = {sum.x, sum.y};
+    p.rectify(x);
+    const Pack<T, 2> pack = rounded<T>(x);
     if (p.element_pairs) {
       if (left > 0) *reinterpret_cast<Pack<T, 2>*>(to) = pack;
     } else {
@@ -201,9 +202,9 @@ __device__ __noinline__ void heads_box_repair(const HeadsBoxParams& p, const Hea
     }
     T* const to = static_cast<T*>(p.output) + place.sample * p.out.batch + rest * p.out.channel +
                   at[0] * p.out.axis[0] + at[1] * p.out.axis[1] + at[2] * p.out.axis[2];
-    if (is_finite(to_accumulator(*to))) continue;
+    if (p.rectify.shows_finite(to_accumulator(*to))) continue;
     const double sum = heads_sum_by_definition<T>(definition, place.sample, 0, rest, at[0], at[1], at[2]);
-    *to = from_accumulator<T>(static_cast<float>(sum + epilogue.channel_term(rest)));
+    *to = from_accumulator<T>(p.rectify(static_cast<float>(sum + epilogue.channel_term(rest))));
   }
 }
 

@@ -4,6 +4,7 @@
 #include "../core/heads_box.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -26,6 +27,7 @@ struct HeadsBoxParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   HeadsBoxAxis of[3];
   int in_channels, out_channels, taps, pairs;

@@ -213,13 +213,10 @@ class HeadsFold {
       if (event.keep >= 0) {
         keep<kStride>(waiting + event.keep, sum);
       } else {
-        Pack<T, kStride> pack;
 #pragma unroll
-        for (int e = 0; e < kStride; ++e) {
-          probe = fmaf(sum[e], 0.f, probe);
-          pack.value[e] = from_accumulator<T>(sum[e] + *bias);
-        }
-        *reinterpret_cast<Pack<T, kStride>*>(row) = pack;
+        for (int e = 0; e < kStride; ++e) probe = fmaf(sum[e], 0.f, probe), sum[e] += *bias;
+        p.rectify(sum);
+        *reinterpret_cast<Pack<T, kStride>*>(row) = rounded<T>(sum);
       }
       from += taps.channel_step, waiting += 32 * kStride, ++bias, row += p.out.channel;
     }
@@ -265,15 +262,12 @@ class HeadsFold {
 
   // A lane's outputs of a channel: in one store where that is aligned.
   template <int kStride>
-  __device__ __forceinline__ void emit(const Chunk& chunk, T* row, int channel, float term,
-                                       const float (&sum)[kStride]) {
+  __device__ __forceinline__ void emit(const Chunk& chunk, T* row, int channel, float term, float (&sum)[kStride]) {
     const int lane = threadIdx.x % 32;
-    Pack<T, kStride> pack;
 #pragma unroll
-    for (int e = 0; e < kStride; ++e) {
-      probe = fmaf(sum[e], 0.f, probe);
-      pack.value[e] = from_accumulator<T>(sum[e] + term);
-    }
+    for (int e = 0; e < kStride; ++e) probe = fmaf(sum[e], 0.f, probe), sum[e] += term;
+    p.rectify(sum);
+    const Pack<T, kStride> pack = rounded<T>(sum);
     constexpr bool kWide = kStride * sizeof(T) >= 4;
     if (kWide && !p.channels_last && reinterpret_cast<uintptr_t>(row) % (kStride * sizeof(T)) == 0) {
       if ((lane + 1) * kStride <= chunk.count) {

@@ -12,6 +12,7 @@ HeadsGemmParams heads_gemm_params(const Problem& problem, const void* input, con
   HeadsGemmParams p{};
   p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
   p.bias = static_cast<const float*>(bias), p.output = static_cast<float*>(output);
+  p.rectify = rectifier(problem);
   p.in = input_strides(problem), p.out = output_strides(problem);
   for (int a = 0; a < 3; ++a) {
     const Axis& axis = problem.axis[a];

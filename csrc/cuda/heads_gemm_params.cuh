@@ -5,6 +5,7 @@
 #include "../core/heads_gemm.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -21,6 +22,7 @@ struct HeadsGemmParams {
   const float* weight;
   const float* bias;  // or null
   float* output;
+  Rectifier rectify;
   Strides in, out;
   HeadsGemmAxis axis[3];
   int group_in, group_out, taps;

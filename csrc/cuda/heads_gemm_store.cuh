@@ -74,7 +74,7 @@ __device__ __forceinline__ void heads_gemm_store(const HeadsGemmParams& p, const
       } else {
         value = static_cast<float>(heads_gemm_by_definition(p, channel, o0, o1, first[2] + i) + term);
       }
-      to[i * p.out.axis[2]] = value;
+      to[i * p.out.axis[2]] = p.rectify(value);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -53,6 +54,7 @@ struct HeadsParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   int march, mid;  // axes
   HeadsAxis of_mid, of_width;

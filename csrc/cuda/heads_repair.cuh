@@ -68,11 +68,11 @@ __device__ __noinline__ void heads_repair(const HeadsParams& p, const HeadsItem 
       T* const place = static_cast<T*>(p.output) + n * p.out.batch +
                        (static_cast<int64_t>(group) * p.channels + channel) * p.out.channel +
                        march * p.out.axis[p.march] + mid * p.out.axis[p.mid] + width * p.out.axis[2];
-      if (is_finite(to_accumulator(*place))) continue;
+      if (p.rectify.shows_finite(to_accumulator(*place))) continue;
       double sum = heads_sum_by_definition<T>(p, n, group, channel, p.march == 0 ? march : mid,
                                               p.march == 0 ? mid : march, width);
       if (p.bias != nullptr) sum += to_accumulator(static_cast<const T*>(p.bias)[group * p.channels + channel]);
-      *place = from_accumulator<T>(static_cast<float>(sum));
+      *place = from_accumulator<T>(p.rectify(static_cast<float>(sum)));
     }
   }
 }

@@ -17,6 +17,7 @@ HeadsWindowParams window_params(const Problem& problem, const HeadsWindow& tile,
   const int64_t size = problem.element_size();
   HeadsWindowParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   p.in = input_strides(problem), p.out = output_strides(problem);
   for (int a = 0; a < 3; ++a) {
     p.axis[a] = axis_params(problem.axis[a]);
@@ -78,11 +79,11 @@ cudaError_t launch(HeadsWindowParams& p, const HeadsWindow& tile, cudaStream_t s
   constexpr int kThreads = kHeadsWindowWarps * 32;
   const int shared = static_cast<int>(tile.shared_bytes);
   int blocks = 0;
-  const cudaError_t error =
-      count_resident_blocks(heads_window_kernel<Traits>, kThreads, shared, kHeadsWindowShared, blocks);
+  const auto kernel = p.rectify.on ? heads_window_kernel<Traits, true> : heads_window_kernel<Traits, false>;
+  const cudaError_t error = count_resident_blocks(kernel, kThreads, shared, kHeadsWindowShared, blocks);
   if (error != cudaSuccess) return error;
   const int grid = cut_bases(p, tile, blocks) * p.groups;
-  heads_window_kernel<Traits><<<grid, kThreads, shared, stream>>>(p);
+  kernel<<<grid, kThreads, shared, stream>>>(p);
   return cudaGetLastError();
 }
 

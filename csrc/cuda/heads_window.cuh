@@ -20,10 +20,10 @@ struct HeadsWindowTraits {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
-template <class Traits>
+template <class Traits, bool kRectify>
 class HeadsWindowKernel {
   using T = typename Traits::Element;
-  using Store = HeadsWindowStore<T, Traits::kMarch>;
+  using Store = HeadsWindowStore<T, Traits::kMarch, kRectify>;
   using Loader = HeadsWindowLoader<T, Traits::kPixels>;
   using Sums = typename Store::Sums;
   static constexpr int kRows = kHeadsWindowRows;
@@ -269,10 +269,10 @@ class HeadsWindowKernel {
         T* const place = static_cast<T*>(p.output) + batch * p.out.batch +
                          (static_cast<int64_t>(group) * p.channels + channel) * p.out.channel + march * p.out.axis[0] +
                          mid * p.out.axis[1] + width * p.out.axis[2];
-        if (is_finite(to_accumulator(*place))) continue;
+        if (p.rectify.shows_finite(to_accumulator(*place))) continue;
         double sum = heads_sum_by_definition<T>(p, batch, group, channel, march, mid, width);
         if (p.bias != nullptr) sum += to_accumulator(static_cast<const T*>(p.bias)[group * p.channels + channel]);
-        *place = from_accumulator<T>(static_cast<float>(sum));
+        *place = from_accumulator<T>(p.rectify(static_cast<float>(sum)));
       }
     }
   }
@@ -280,14 +280,14 @@ class HeadsWindowKernel {
 
 #endif
 
-template <class Traits>
+template <class Traits, bool kRectify>
 __global__ void __launch_bounds__(kHeadsWindowWarps * 32, 1)
     heads_window_kernel(const __grid_constant__ HeadsWindowParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) unsigned char shared[];
   int group = blockIdx.x;
   const int block = p.by_groups(group);
-  HeadsWindowKernel<Traits>(p, shared, group, block).run();
+  HeadsWindowKernel<Traits, kRectify>(p, shared, group, block).run();
 #endif
 }
 

@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "heads_product.cuh"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -13,6 +14,7 @@ struct HeadsWindowParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   AxisParams axis[3];
   int size[3], out_size[3];

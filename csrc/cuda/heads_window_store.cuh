@@ -7,7 +7,7 @@
 namespace fastconvt::cuda {
 
 // kMarch: half of the columns are sums of the next base.
-template <typename T, bool kMarch>
+template <typename T, bool kMarch, bool kRectify>
 class HeadsWindowStore {
   static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kColumns = kMarch ? 1 : 2;  // of a lane, that are outputs
@@ -72,7 +72,8 @@ class HeadsWindowStore {
         for (int i = 0; i < kOutputs; ++i) {
           const float value = sum[b % kHalf][i % 2][i / 2][b / kHalf * 2 + k];
           all += value;
-          pack.value[i] = from_accumulator<T>(value + column[k].bias);
+          const float biased = value + column[k].bias;
+          pack.value[i] = from_accumulator<T>(kRectify ? p.rectify(biased) : biased);
         }
         probe = fmaf(all, 0.f, probe);
         if (column[k].channel < 0) continue;

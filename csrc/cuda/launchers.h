@@ -15,8 +15,8 @@ cudaError_t probe_image();
 // output. Sixteen bits are rounded before it, too, as PyTorch does.
 cudaError_t launch_activation(const Problem& problem, void* output, cudaStream_t stream);
 
-// output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. This one alone
-// also applies the problem's activation. Float32 is true float32, float16 and bfloat16 accumulate in float32 and round
+// output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. It also
+// applies the problem's activation; the kernels below apply those that is_rectifier() (core/activation.h) names. Float32 is true float32, float16 and bfloat16 accumulate in float32 and round
 // once. cudaErrorNotSupported: an attribute or a kernel's extent of 2^29 or more, or batch, channels, depth or height
 // of 2^30 or more; tensors and the last axis may be larger.
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
@@ -164,14 +164,63 @@ cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* g
 // The gradients of dense layers as matrix products on tensor copies and asynchronous matrix units, the weight's in its
 // weight_layout: of the input (core/gradient_gemm.h), of the weight (core/gemm_weight_gradient.h), and both, with one
 // packed copy of grad_output; grad_bias may be null. Compute capability 9.0. The workspaces are aligned to 256 bytes.
-int64_t gemm_input_gradient_workspace(const Problem& problem);
+int64_t gemm_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                      const void* weight);
 cudaError_t launch_gemm_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                        void* grad_input, void* workspace, cudaStream_t stream);
-int64_t gemm_gradients_workspace(const Problem& problem);
+int64_t gemm_gradients_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                 const void* weight);
 cudaError_t launch_gemm_gradients(const Problem& problem, const void* grad_output, const void* input,
                                   const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
                                   void* workspace, cudaStream_t stream);
-int64_t gemm_weight_gradient_workspace(const Problem& problem);
+
+// The same in 16 bits from contiguous tensors as they lie, where the stride along the last axis is 2 and the kernel 2
+// or 4 (core/pairs_gradient.h). launch_pairs_gradients leaves tensors that are not aligned to 16 bytes to the other
+// two.
+int64_t pairs_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                       const void* weight);
+cudaError_t launch_pairs_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                        void* grad_input, void* workspace, cudaStream_t stream);
+int64_t pairs_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                        const void* weight);
+cudaError_t launch_pairs_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+int64_t pairs_gradients_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                  const void* weight);
+cudaError_t launch_pairs_gradients(const Problem& problem, const void* grad_output, const void* input,
+                                   const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                   void* workspace, cudaStream_t stream);
+
+// The same in TF32 from contiguous tensors as they lie: where kernel and stride along the last axis are 2
+// (core/pairs_tf32_gradients.h), and other dense layers (core/boxes_tf32_gradients.h); compute capability 9.0. Both
+// gradients in one launch share what is read; cudaErrorNotSupported, before anything is launched, where tensors are not
+// aligned to 16 bytes: the gradients by matrix products serve those, one by one. Workspaces are aligned to 256 bytes.
+int64_t pairs_tf32_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                            const void* weight);
+cudaError_t launch_pairs_tf32_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                             void* grad_input, void* workspace, cudaStream_t stream);
+int64_t pairs_tf32_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                             const void* weight);
+cudaError_t launch_pairs_tf32_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                              void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+int64_t pairs_tf32_gradients_workspace(const Problem& problem);
+cudaError_t launch_pairs_tf32_gradients(const Problem& problem, const void* grad_output, const void* input,
+                                        const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                        void* workspace, cudaStream_t stream);
+int64_t boxes_tf32_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                            const void* weight);
+cudaError_t launch_boxes_tf32_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                             void* grad_input, void* workspace, cudaStream_t stream);
+int64_t boxes_tf32_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                             const void* weight);
+cudaError_t launch_boxes_tf32_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                              void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+int64_t boxes_tf32_gradients_workspace(const Problem& problem);
+cudaError_t launch_boxes_tf32_gradients(const Problem& problem, const void* grad_output, const void* input,
+                                        const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
+                                        void* workspace, cudaStream_t stream);
+int64_t gemm_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                       const void* weight);
 cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 

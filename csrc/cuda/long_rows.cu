@@ -38,6 +38,7 @@ LongRowsParams long_rows_params(const Problem& problem, const void* input, const
   p.out = output_strides(problem);
   p.input = input, p.weight = weight, p.output = output;
   p.bias = problem.has_bias ? bias : nullptr;
+  p.rectify = rectifier(problem);
   return p;
 }
 

@@ -101,8 +101,9 @@ class LongRowsMaker : LongRowsRole<Traits> {
     for (int strip = 0; strip < kStrips; ++strip) {
       const int begin = (warp * kStrips + strip) * kLongRowsStrip * kStride;
       if (are_right(sum[strip])) {
-        const float both[2] = {terms[row], terms[row + 8]};
+        float both[2] = {terms[row], terms[row + 8]};
         add_infinite_terms(both, sum[strip]);
+        p.rectify(both), p.rectify(sum[strip]);
         stage_outputs(origin + static_cast<uint32_t>(first), begin, both, stage, sum[strip]);
       } else {
         stage_long_rows_by_definition<Traits>(p, batch, block, origin, first, begin, terms, stage);

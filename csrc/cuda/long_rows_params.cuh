@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "epilogue.cuh"
 #include "params.h"
+#include "rectifier.h"
 #include "rows_persistent_fragment.cuh"
 #include "rows_ring.cuh"
 
@@ -15,6 +16,7 @@ struct LongRowsParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   LongRowsTile tile;
   int in_width, out_width, padding;

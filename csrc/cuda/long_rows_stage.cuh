@@ -95,7 +95,7 @@ __device__ __noinline__ void stage_long_rows_by_definition(const LongRowsParams&
     const double sum = long_rows_sum_by_definition<Traits>(p, batch, block, channel, o) + terms[channel];
     const uint32_t at = origin + channel * static_cast<uint32_t>(p.out.channel) + static_cast<uint32_t>(first);
     stage[channel * p.tile.output_pitch + long_rows_skew(at, Traits::kSector) + position] =
-        from_accumulator<T>(static_cast<float>(sum));
+        from_accumulator<T>(p.rectify(static_cast<float>(sum)));
   }
 }
 

@@ -34,6 +34,7 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
                                     const void* weight, const void* bias, void* output) {
   OverlapAddParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   p.in = input_strides(problem), p.out = output_strides(problem);
   for (int a = 0; a < 3; ++a) {
     p.axis[a] = overlap_add_axis(problem.axis[a], tile, a);
@@ -71,15 +72,20 @@ OverlapAddParams overlap_add_params(const Problem& problem, const OverlapAddTile
   p.granules = p.channels_last && problem.in_channels % vector == 0 && p.group_in % vector == 0 &&
                reinterpret_cast<uintptr_t>(input) % 16 == 0;
   if (tile.wide) {
-    p.chunks = static_cast<int>(tile.chunks), p.block_tiles = static_cast<int>(tile.block_tiles);
-    p.all_tiles = static_cast<int>(tile.all_tiles);
-    p.tiles = static_cast<int>(tile.spans[0] * tile.spans[1] * tile.spans[2]);
-    p.taps = static_cast<int>(problem.kernel_positions()), p.tile_taps = p.taps * p.span_channels;
-    p.by_chunks = fast_divide(p.chunks), p.by_tiles = fast_divide(p.tiles);
-    p.neighbours = p.channels_last && p.span_channels == 1;
-    const Axis& width = problem.axis[2];
-    p.vectors = !p.channels_last && tile.span[2] % 2 == 0 && width.stride % 2 == 0 && width.out() % 2 == 0 &&
-                p.axis[2].first % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * problem.element_size()) == 0;
+    p.chunks = static_cast<int>(tile.chunks);
+    p.block_sets = static_cast<int>(tile.block_sets), p.sets = static_cast<int>(tile.sets);
+    p.taps = static_cast<int>(problem.kernel_positions());
+    p.wide_columns = p.group_out;
+    for (const Axis& axis : problem.axis) p.wide_columns *= static_cast<int>(axis.stride);
+    p.channel_granules = static_cast<int>(tile.channel_granules);
+    p.all_granules = static_cast<int>(round_up(tile.granules, int64_t{2}));
+    p.right = static_cast<int>(tile.right), p.cell_rows = static_cast<int>(tile.rows);
+    p.outputs = static_cast<int>(tile.outputs);
+    p.terms = p.outputs + p.block_sets * kOverlapAddWideColumns * 8;
+    p.by_chunks = fast_divide(p.chunks), p.by_group_out = fast_divide(p.group_out);
+    p.by_channel_granules = fast_divide(p.channel_granules);
+    p.vector = static_cast<int>(overlap_add_wide_vector(problem));
+    while (reinterpret_cast<uintptr_t>(output) % (p.vector * problem.element_size()) != 0) p.vector /= 2;
   }
   p.lead = static_cast<int>(tile.lead);
   p.pairs = tile.pairs && reinterpret_cast<uintptr_t>(input) % (2 * problem.element_size()) == 0;

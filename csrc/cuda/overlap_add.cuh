@@ -197,14 +197,20 @@ class OverlapAddKernel {
       int at[4];
       const bool exists = team == 0 && outputs.find_cell(row_warp * kWarpRows + i * 8 + lane / 4, at);
       const int64_t offset = outputs.cell_offset(at);
+      float value[kTiles][2];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) value[j][side] = sum[j][i / 2][i % 2 * 2 + side] + term[j][side];
+      }
+      p.rectify(value);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          const float value = sum[j][i / 2][i % 2 * 2 + side];
           if (!exists || !outputs.is_output(at, residue[j][side])) continue;
-          probe = fmaf(value, 0.f, probe);
-          place[j][side][offset] = from_accumulator<T>(value + term[j][side]);
+          probe = fmaf(sum[j][i / 2][i % 2 * 2 + side], 0.f, probe);
+          place[j][side][offset] = from_accumulator<T>(value[j][side]);
         }
       }
     }

@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -30,6 +31,7 @@ struct OverlapAddParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   OverlapAddAxis axis[3];
   AxisParams definition[3];
@@ -47,12 +49,12 @@ struct OverlapAddParams {
   int half_bytes, step_weights, step_bytes, stage_bytes, entries, positions, weights, pointers,
       totals;  // bytes of shared memory
   // Wide (overlap_add_wide.cuh).
-  int chunks, block_tiles, all_tiles;
-  int tiles;            // column tiles of the first channels
-  int taps, tile_taps;  // of an output channel, and of a column tile's
-  bool vectors;         // two neighbouring outputs are an aligned vector
-  bool neighbours;      // the two column tiles of an item are neighbouring channels in memory
-  FastDivide by_chunks, by_tiles;
+  int chunks, block_sets, sets;
+  int wide_columns, taps;                // taps of an output channel
+  int channel_granules, all_granules;    // of an offset; an even number in all
+  int right, cell_rows, outputs, terms;  // bytes of shared memory
+  int vector;                            // outputs of so many neighbouring columns are an aligned vector
+  FastDivide by_chunks, by_channel_granules, by_group_out;
   int lead;       // positions held before the first one along the width
   bool pairs;     // contiguous: two positions are an aligned vector
   bool granules;  // channels_last: 16 bytes of channels are an aligned vector

@@ -12,32 +12,40 @@ namespace fastconvt::cuda {
 template <typename T>
 __device__ __noinline__ double overlap_add_by_definition(const OverlapAddParams& p, int n, int group, int channel,
                                                          int o0, int o1, int o2) {
-  const int o[3] = {o0, o1, o2};
-  const int taps = p.definition[0].kernel * p.definition[1].kernel * p.definition[2].kernel;
   const T* const input =
       static_cast<const T*>(p.input) + n * p.in.batch + static_cast<int64_t>(group) * p.group_in * p.in.channel;
-  const T* const weight = static_cast<const T*>(p.weight) +
-                          static_cast<int64_t>(group) * p.group_in * p.weight_channel +
-                          static_cast<int64_t>(channel) * taps;
+  const T* const weight = static_cast<const T*>(p.weight) + static_cast<int64_t>(group) * p.group_in * p.weight_channel;
+  const int o[3] = {o0, o1, o2};
+  int first[3], base[3], phase[3];
+#pragma unroll
+  for (int a = 0; a < 3; ++a) {
+    const AxisParams& axis = p.definition[a];
+    base[a] = (o[a] + axis.padding) / axis.stride, phase[a] = (o[a] + axis.padding) % axis.stride;
+    first[a] = axis.first_tap(phase[a]);
+  }
+  const auto find = [&](int a, int tap, int64_t& offset) {
+    const int at = base[a] + p.definition[a].offset(phase[a], tap);
+    offset += at * p.in.axis[a];
+    return static_cast<unsigned>(at) < static_cast<unsigned>(p.axis[a].in);
+  };
   double sum = 0;
 #pragma unroll 1
-  for (int tap = 0; tap < taps; ++tap) {
-    int64_t offset = 0;
-    bool exists = true;
-    int rest = tap;
+  for (int t0 = first[0]; t0 < p.axis[0].kernel; t0 += p.definition[0].tap_step()) {
 #pragma unroll 1
-    for (int a = 2; a >= 0; --a) {
-      const AxisParams& axis = p.definition[a];
-      const int t = rest % axis.kernel, at = o[a] + axis.padding - t * axis.dilation;
-      rest /= axis.kernel;
-      exists = exists && at >= 0 && at % axis.stride == 0 && at / axis.stride < axis.in;
-      offset += at / axis.stride * p.in.axis[a];
-    }
-    if (!exists) continue;
+    for (int t1 = first[1]; t1 < p.axis[1].kernel; t1 += p.definition[1].tap_step()) {
 #pragma unroll 1
-    for (int c = 0; c < p.group_in; ++c) {
-      sum = fma(static_cast<double>(to_accumulator(input[offset + c * p.in.channel])),
-                static_cast<double>(to_accumulator(weight[c * p.weight_channel + tap])), sum);
+      for (int t2 = first[2]; t2 < p.axis[2].kernel; t2 += p.definition[2].tap_step()) {
+        int64_t offset = 0;
+        if (!find(0, t0, offset) || !find(1, t1, offset) || !find(2, t2, offset)) continue;
+        const T* const tap =
+            weight +
+            ((static_cast<int64_t>(channel) * p.axis[0].kernel + t0) * p.axis[1].kernel + t1) * p.axis[2].kernel + t2;
+#pragma unroll 1
+        for (int c = 0; c < p.group_in; ++c) {
+          sum = fma(static_cast<double>(to_accumulator(input[offset + c * p.in.channel])),
+                    static_cast<double>(to_accumulator(tap[c * p.weight_channel])), sum);
+        }
+      }
     }
   }
   return sum;
@@ -107,10 +115,10 @@ __device__ __noinline__ void overlap_add_repair(const OverlapAddParams& p, int c
       continue;
     }
     T* const place = static_cast<T*>(p.output) + outputs.cell_offset(at) + outputs.column_offset(residue, channel);
-    if (is_finite(to_accumulator(*place))) continue;
+    if (p.rectify.shows_finite(to_accumulator(*place))) continue;
     const double exact = overlap_add_by_definition<T>(p, at[0], block.group, channel, at[1] + residue[0],
                                                       at[2] + residue[1], at[3] + residue[2]);
-    *place = from_accumulator<T>(static_cast<float>(exact + outputs.bias_term(channel)));
+    *place = from_accumulator<T>(p.rectify(static_cast<float>(exact + outputs.bias_term(channel))));
   }
 }
 

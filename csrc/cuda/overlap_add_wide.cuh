@@ -1,9 +1,10 @@
-// Many output channels a group or long strides (csrc/core/overlap_add.h): a block holds all channels of its inputs, and
-// its warps go over the column tiles, whose weights come straight to registers.
+// Many columns (csrc/core/overlap_add.h): a block holds all channels of its inputs and all weights of its columns; its
+// warps take items, 48 cells by 32 columns.
 #pragma once
 
 #include "overlap_add_product.cuh"
 #include "overlap_add_store.cuh"
+#include "overlap_add_wide_weights.cuh"
 
 namespace fastconvt::cuda {
 
@@ -17,41 +18,24 @@ struct OverlapAddWideTraits {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 
-// A warp's item: rows of cells by two column tiles, which have the same residues of different channels.
-struct OverlapAddWideItem {
-  int chunk, residues, channels;  // which rows, column tile of the first channels, and pair of channels
-
-  __device__ OverlapAddWideItem(const OverlapAddParams& p, int first, int index) {
-    chunk = index;
-    residues = first + p.by_chunks(chunk);
-    channels = p.by_tiles(residues);
-  }
-  __device__ int column(const OverlapAddParams& p, int tile) const {
-    return (channels * 2 + tile) * p.tiles + residues;
-  }
-};
-
-// Makes an item's outputs that are not finite again, by the definition. A lane's are those that it stored.
-template <typename T, int kRows>
-__device__ __noinline__ void overlap_add_wide_repair(const OverlapAddParams& p, int first, int index) {
-  OverlapAddBlock block(p, 1);
-  block.first_column = 0;
+// Makes a lane's outputs of an item again, by the definition: bit i * 8 + element.
+template <typename T>
+__device__ __noinline__ void overlap_add_wide_repair(const OverlapAddParams& p, int chunk, int set, uint64_t wrong) {
+  const OverlapAddBlock block(p, p.block_sets);
   const OverlapAddOutputs<T> outputs{p, block};
-  const OverlapAddWideItem item(p, first, index);
-  const int lane = threadIdx.x % 32;
-  for (int i = 0; i < kRows * 2 * 4; ++i) {
-    int at[4], residue[3], channel;
-    const int row = (item.chunk * kRows * 2 + i / 4) * 8 + lane / 4;
-    if (!outputs.find_cell(row, at) ||
-        !outputs.find_column(item.column(p, i / 2 % 2), lane % 4 * 2 + i % 2, residue, channel) ||
-        !outputs.is_output(at, residue)) {
+  for (; wrong != 0; wrong &= wrong - 1) {
+    const int bit = __ffsll(static_cast<int64_t>(wrong)) - 1;
+    int at[4];
+    const OverlapAddWideColumn column(p, (block.first_column + set) * kOverlapAddWideColumns +
+                                             overlap_add_wide_element(bit % 8, overlap_add_dealt(p.vector)));
+    if (!outputs.find_cell(chunk * kOverlapAddWideRows + bit / 8 * 8 + threadIdx.x % 32 / 4, at) || !column.exists ||
+        !outputs.is_output(at, column.residue)) {
       continue;
     }
-    T* const place = static_cast<T*>(p.output) + outputs.cell_offset(at) + outputs.column_offset(residue, channel);
-    if (is_finite(to_accumulator(*place))) continue;
-    const double exact = overlap_add_by_definition<T>(p, at[0], block.group, channel, at[1] + residue[0],
-                                                      at[2] + residue[1], at[3] + residue[2]);
-    *place = from_accumulator<T>(static_cast<float>(exact + outputs.bias_term(channel)));
+    const double exact = overlap_add_by_definition<T>(p, at[0], block.group, column.channel, at[1] + column.residue[0],
+                                                      at[2] + column.residue[1], at[3] + column.residue[2]);
+    static_cast<T*>(p.output)[outputs.cell_offset(at) + outputs.column_offset(column.residue, column.channel)] =
+        from_accumulator<T>(p.rectify(static_cast<float>(exact + outputs.bias_term(column.channel))));
   }
 }
 
@@ -59,53 +43,44 @@ template <class Traits>
 class OverlapAddWideKernel {
   using T = typename Traits::Element;
   static constexpr bool kStrict = Traits::kStrict;
-  static constexpr int kRows = kOverlapAddWideRows / 16, kTiles = 2, kOffsets = 2;
-  static constexpr int kHalves = 4 / sizeof(T);
+  static constexpr int kRows = kOverlapAddWideRows / 16, kTiles = kOverlapAddWideColumns / 8;
+  static constexpr int kVector = 16 / sizeof(T);
   static constexpr int kPositionBytes = kStrict ? overlap_add_wide_bytes(true) : 16;
-  using Stage = OverlapAddStage<T, Traits::kPrecision, kTiles, kStrict>;
+  using Stage = OverlapAddStage<T, Traits::kPrecision, 2, kStrict>;
   using Sums = float[kTiles][kRows][4];
 
   const OverlapAddParams& p;
   unsigned char* const shared;
   const int lane, warp, warps;
-  OverlapAddBlock block;
-  int first, items;
-
-  // Of the next weights: their item, step and offsets.
-  int item, step = 0, offsets = 0;
-  int low[3], count[3], at[3], residue[3];
-  int weight;
-  bool exists[kTiles] = {};
-  int tap[kOffsets];
-  // On their way.
-  typename Stage::Raw raw[kTiles][kOffsets][2];
-  uint32_t input[kOffsets];
-  bool last = true;
+  const OverlapAddBlock block;  // its first column is a set
+  T* const origin;              // the first output of the first cell
 
  public:
   __device__ OverlapAddWideKernel(const OverlapAddParams& p, unsigned char* shared)
-      : p(p), shared(shared), lane(threadIdx.x % 32), warp(threadIdx.x / 32), warps(blockDim.x / 32), block(p, 1) {
-    first = block.first_column * p.block_tiles;
-    items = max(min(p.block_tiles, p.all_tiles - first), 0) * p.chunks;
-    block.first_column = 0;
-  }
+      : p(p),
+        shared(shared),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        warps(blockDim.x / 32),
+        block(p, p.block_sets),
+        origin(static_cast<T*>(p.output) + first_output(OverlapAddOutputs<T>{p, block})) {}
 
   __device__ void run() {
-    item = warp;
-    begin_item();
-    load();
     make_rows();
+    make_columns();
+    make_granules();
     copy_inputs();
-    Sums sum = {};
-    for (int now = warp; now < items; now += warps) {
-      uint32_t rows[kRows];
-      find_rows(rows, OverlapAddWideItem(p, first, now).chunk);
+    OverlapAddWideWeights<T, Traits::kPrecision>(p, block, shared_address(shared) + p.right).copy();
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    const int items = min(p.block_sets, p.sets - block.first_column) * p.chunks;
 #pragma unroll 1
-      for (bool end = false; !end;) {
-        end = last;
-        multiply(rows, sum);
-      }
-      store(now, sum);
+    for (int item = warp; item < items; item += warps) {
+      int chunk = item;
+      const int set = p.by_chunks(chunk);
+      Sums sum = {};
+      multiply(chunk, set, sum);
+      store(chunk, set, sum);
     }
   }
 
@@ -114,14 +89,14 @@ class OverlapAddWideKernel {
   // that is no cell has none. And its position in the inputs.
   __device__ void make_rows() const {
     const OverlapAddOutputs<T> outputs{p, block};
-    int4* const rows = reinterpret_cast<int4*>(shared + p.weights);
+    int4* const rows = reinterpret_cast<int4*>(shared + p.cell_rows);
     int* const positions = reinterpret_cast<int*>(rows + p.chunks * kOverlapAddWideRows);
-    const int64_t origin = first_output(outputs);
+    const int64_t first = first_output(outputs) - block.group * p.group_out * p.out.channel;
     for (int i = threadIdx.x; i < p.chunks * kOverlapAddWideRows; i += blockDim.x) {
       int at[4], cell[4];
       const bool exists = outputs.find_cell(i, at);
       rows[i] =
-          make_int4(static_cast<int>(outputs.cell_offset(at) - origin), exists ? at[1] : INT32_MIN / 2, at[2], at[3]);
+          make_int4(static_cast<int>(outputs.cell_offset(at) - first), exists ? at[1] : INT32_MIN / 2, at[2], at[3]);
       overlap_add_split(min(i, p.rows - 1), p.by_box, cell);
       positions[i] = ((cell[0] * p.held[1] + cell[1]) * p.held[2] + cell[2]) * p.held[3] + cell[3] + p.lead;
     }
@@ -130,7 +105,41 @@ class OverlapAddWideKernel {
     int at[4] = {block.cell[0]};
 #pragma unroll
     for (int a = 0; a < 3; ++a) at[a + 1] = p.axis[a].first + block.cell[a + 1] * p.axis[a].step;
-    return outputs.cell_offset(at);
+    return outputs.cell_offset(at) + block.group * p.group_out * p.out.channel;
+  }
+
+  // Of every column: where its outputs are, from a cell's first one on, and its residues; one that does not exist has
+  // none. And its bias.
+  __device__ void make_columns() const {
+    const OverlapAddOutputs<T> outputs{p, block};
+    const int count = p.block_sets * kOverlapAddWideColumns;
+    int2* const columns = reinterpret_cast<int2*>(shared + p.outputs);
+    float* const terms = reinterpret_cast<float*>(shared + p.terms);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+      const OverlapAddWideColumn c(p, block.first_column * kOverlapAddWideColumns + i);
+      const int64_t offset = outputs.column_offset(c.residue, c.channel) - block.group * p.group_out * p.out.channel;
+      columns[i] = c.exists
+                       ? make_int2(static_cast<int>(offset), c.residue[0] << 20 | c.residue[1] << 10 | c.residue[2])
+                       : make_int2(0, INT32_MIN);
+      terms[i] = c.exists ? outputs.bias_term(c.channel) : 0.f;
+    }
+  }
+
+  // Where a cell's inputs of every granule are, from its position on.
+  __device__ void make_granules() const {
+    int* const granules = reinterpret_cast<int*>(shared + p.entries);
+    for (int i = threadIdx.x; i < p.all_granules; i += blockDim.x) {
+      int channel = i, at[3];
+      int rest = p.by_channel_granules(channel);
+#pragma unroll
+      for (int a = 2; a >= 0; --a) {
+        at[a] = rest;
+        rest = p.axis[a].by_reach(at[a]);
+      }
+      const int position = (at[0] * p.held[2] + at[1]) * p.held[3] + at[2];
+      const int begin = kStrict ? channel * p.step_bytes : channel / 2 * p.step_bytes + channel % 2 * p.half_bytes;
+      granules[i] = rest == 0 ? begin + position * kPositionBytes : 0;
+    }
   }
 
   // Every group of warps copies some of the steps.
@@ -138,218 +147,150 @@ class OverlapAddWideKernel {
     Stage stage(p, shared);
     __syncthreads();
     const int groups = min(p.steps, warps), size = warps / groups, group = warp / size;
-    if (group < groups) {
-      for (int i = group; i < p.steps; i += groups) {
-        stage.copy_step(i, shared + i * p.step_bytes, threadIdx.x - group * size * 32, size * 32);
-      }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ void begin_item() {
-    if (item >= items) {
-      exists[0] = exists[1] = false;
-      return;
-    }
-    const OverlapAddWideItem where(p, first, item);
-    const OverlapAddColumns columns(p, where.residues);
-    int channel;
-    const bool found = columns.find(p, lane / 4, residue, channel);
-    channel += where.channels * 2 * p.span_channels;
-    offsets = 1;
-#pragma unroll
-    for (int a = 0; a < 3; ++a) low[a] = columns.low[a], count[a] = columns.count[a], at[a] = 0, offsets *= count[a];
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) exists[j] = found && channel + j * p.span_channels < p.group_out;
-    weight = channel * p.taps + lane % 4 * (kStrict ? 2 : 1) * kHalves * static_cast<int>(p.weight_channel);
-    step = 0;
-    next_offsets();
-  }
-
-  // The next two offsets.
-  __device__ __forceinline__ void next_offsets() {
-#pragma unroll
-    for (int o = 0; o < kOffsets; ++o) {
-      bool is_tap = offsets > 0;
-      int offset = 0, position = 0;
-#pragma unroll
-      for (int a = 0; a < 3; ++a) {
-        const int of_base = low[a] + at[a], t = residue[a] - p.axis[a].stride * of_base;
-        is_tap = is_tap && static_cast<unsigned>(t) < static_cast<unsigned>(p.axis[a].kernel);
-        offset = offset * p.axis[a].kernel + t;
-        position = position * p.held[a + 1] + of_base - p.axis[a].low;
-      }
-      tap[o] = is_tap ? offset : -1;
-      input_of_tap[o] = offsets > 0 ? position * kPositionBytes : input_of_tap[0];
-      --offsets;
-      if (++at[2] == count[2]) at[2] = 0, ++at[1];
-      if (at[1] == count[1]) at[1] = 0, ++at[0];
+    if (group >= groups) return;
+    for (int i = group; i < p.steps; i += groups) {
+      stage.copy_step(i, shared + i * p.step_bytes, threadIdx.x - group * size * 32, size * 32);
     }
   }
-  uint32_t input_of_tap[kOffsets] = {};
 
-  __device__ __forceinline__ void load() {
-    const T* const of_group =
-        static_cast<const T*>(p.weight) + static_cast<int64_t>(block.group) * p.group_in * p.weight_channel;
-    const int of_channel = static_cast<int>(p.weight_channel);
+  // Weights of two granules for two column tiles of a set, at lanes' addresses.
+  using Pair = uint32_t[4];
+
+  __device__ __forceinline__ void multiply(int chunk, int set, Sums& sum) const {
+    const int* const positions =
+        reinterpret_cast<const int*>(shared + p.cell_rows) + (p.chunks * 4 + chunk) * kOverlapAddWideRows;
+    const uint32_t base = shared_address(shared), granule_bytes = p.block_sets * kOverlapAddWideColumns * 16;
+    uint32_t rows[kRows];
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const int channel = (step * kOverlapAddWords + w * (kStrict ? 1 : 4)) * kHalves;
-      const int left = p.group_in - channel - lane % 4 * (kStrict ? 2 : 1) * kHalves;
-      const int index = weight + channel * of_channel;
+    for (int m = 0; m < kRows; ++m) rows[m] = base + positions[m * 16 + lane % 16] * kPositionBytes;
+    constexpr int kTerms = kStrict ? 3 : 1;
+    uint32_t right = base + p.right + lane / 8 % 2 * kTerms * granule_bytes +
+                     (set * kOverlapAddWideColumns + lane / 16 * 8 + lane % 8) * 16;
+    const int* granules = reinterpret_cast<const int*>(shared + p.entries) + lane / 16;
+    uint32_t next = *granules;
+#pragma unroll 1
+    for (int left_granules = p.all_granules; left_granules > 0; left_granules -= 2) {
+      const uint32_t at = next;
+      granules += 2, next = *granules;  // one ahead; the last one is not used
+      if constexpr (kStrict) {
+        OverlapAddThreeLeft left[kRows];
 #pragma unroll
-      for (int o = 0; o < kOffsets; ++o) {
+        for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          Stage::load(raw[j][o][w], of_group + static_cast<uint32_t>(index + j * p.tile_taps + tap[o]), of_channel,
-                      exists[j] && tap[o] >= 0 ? left : 0);
+          for (int t = 0; t < 3; ++t) overlap_add_load_left(left[m][t], rows[m] + at + t * 16);
         }
-      }
-    }
 #pragma unroll
-    for (int o = 0; o < kOffsets; ++o) input[o] = step * p.step_bytes + input_of_tap[o];
-    last = offsets <= 0 && step == p.steps - 1;
-    if (++step < p.steps) return;
-    step = 0;
-    if (!last) {
-      next_offsets();
-    } else {
-      item += warps;
-      begin_item();
-    }
-  }
-
-  __device__ __forceinline__ void multiply(const uint32_t (&rows)[kRows], Sums& sum) {
-    if constexpr (kStrict) {
-      OverlapAddThreeRight right[kTiles];
+        for (int j = 0; j < kTiles; j += 2) {
+          Pair pair[3];
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
+          for (int t = 0; t < 3; ++t) overlap_add_load_left(pair[t], right + t * granule_bytes + j * 128);
 #pragma unroll
-        for (int o = 0; o < kOffsets; ++o) {
-          overlap_add_split_pair(raw[j][o][0][0], raw[j][o][1][0], right[j][0][o], right[j][1][o], right[j][2][o]);
-        }
-      }
-      const uint32_t from = lane < 16 ? input[0] : input[1];
-      load();
-      OverlapAddThreeLeft left[kRows];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-        for (int t = 0; t < 3; ++t) overlap_add_load_left(left[m][t], rows[m] + from + t * 16);
-      }
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) overlap_add_multiply_three(left, right[j], sum[j]);
-    } else {
-      OverlapAddOperands<kRows, kTiles> operands[kOffsets];
-#pragma unroll
-      for (int o = 0; o < kOffsets; ++o) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          operands[o].exists[j] = 0;
-#pragma unroll
-          for (int w = 0; w < 2; ++w) {
-            const uint32_t word = Stage::join(raw[j][o][w]);
-            operands[o].right[j][w] = Traits::kPrecision == OverlapAddPrecision::kTf32 ? overlap_add_round(word) : word;
+          for (int of_pair = 0; of_pair < 2; ++of_pair) {
+            const OverlapAddThreeRight operand = {{pair[0][of_pair * 2], pair[0][of_pair * 2 + 1]},
+                                                  {pair[1][of_pair * 2], pair[1][of_pair * 2 + 1]},
+                                                  {pair[2][of_pair * 2], pair[2][of_pair * 2 + 1]}};
+            overlap_add_multiply_three(left, operand, sum[j + of_pair]);
           }
         }
+      } else {
+        OverlapAddOperands<kRows, kTiles> operands;
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) overlap_add_load_left(operands.left[m], rows[m] + at);
+#pragma unroll
+        for (int j = 0; j < kTiles; j += 2) {
+          Pair pair;
+          overlap_add_load_left(pair, right + j * 128);
+          operands.right[j][0] = pair[0], operands.right[j][1] = pair[1];
+          operands.right[j + 1][0] = pair[2], operands.right[j + 1][1] = pair[3];
+          operands.exists[j] = operands.exists[j + 1] = 0;
+        }
+        overlap_add_multiply<T, Traits::kPrecision>(operands, sum);
       }
-      const uint32_t from[kOffsets] = {input[0], input[1]};
-      load();
-#pragma unroll
-      for (int o = 0; o < kOffsets; ++o) {
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) overlap_add_load_left(operands[o].left[m], rows[m] + from[o]);
-      }
-#pragma unroll
-      for (int o = 0; o < kOffsets; ++o) overlap_add_multiply<T, Traits::kPrecision>(operands[o], sum);
+      right += 2 * kTerms * granule_bytes;
     }
   }
 
-  // Where the lane's rows of the left operands begin in the first step.
-  __device__ __forceinline__ void find_rows(uint32_t (&rows)[kRows], int chunk) const {
-    const int* const positions = reinterpret_cast<const int*>(shared + p.weights) + p.chunks * kOverlapAddWideRows * 4;
+  __device__ __forceinline__ void store(int chunk, int set, Sums& sum) const {
+    // Inputs and weights that do not exist are zeros, which only finite factors leave without effect.
+    float probe[4] = {};
 #pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      rows[m] = shared_address(shared) + positions[(chunk * kRows + m) * 16 + lane % 16] * kPositionBytes +
-                (kStrict ? 0 : lane / 16 * p.half_bytes);
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int m = 0; m < kRows; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) probe[i] = fmaf(sum[j][m][i], 0.f, probe[i]);
+    const bool repairs = __any_sync(0xffffffffu, !(probe[0] + probe[1] + probe[2] + probe[3] == 0));
+    uint64_t wrong = 0;
+    if (repairs) {
+#pragma unroll
+      for (int i = 0; i < 2 * kRows; ++i)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (!is_finite(sum[e / 2][i / 2][i % 2 * 2 + e % 2])) wrong |= uint64_t{1} << (i * 8 + e);
+        }
     }
+    if (p.vector == kVector) {
+      store_vectors<kVector>(chunk, set, sum);
+    } else if (p.vector == kVector / 2) {
+      store_vectors<kVector / 2>(chunk, set, sum);
+    } else if (kVector > 4 && p.vector == 2) {
+      store_vectors<2>(chunk, set, sum);
+    } else {
+      store_vectors<1>(chunk, set, sum);
+    }
+    if (repairs) overlap_add_wide_repair<T>(p, chunk, set, wrong);
   }
 
-  // And sum = 0.
-  __device__ __forceinline__ void store(int index, Sums& sum) const {
-    const OverlapAddOutputs<T> outputs{p, block};
-    const OverlapAddWideItem where(p, first, index);
-    int side[2][3], other[3];
-    const int64_t origin = first_output(outputs);
-    T* place[kTiles][2];
-    bool found[kTiles][2];
-    float term[kTiles][2];
+  // Sums become outputs.
+  template <int kDealt>
+  __device__ __forceinline__ void finish(int set, Sums& sum) const {
+    const float* const terms = reinterpret_cast<const float*>(shared + p.terms) + set * kOverlapAddWideColumns;
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
+    for (int e = 0; e < 8; e += kDealt) {
+      const auto term = *reinterpret_cast<const Pack<float, kDealt>*>(terms + overlap_add_wide_element(e, kDealt));
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        int channel;
-        found[j][s] = outputs.find_column(where.column(p, j), lane % 4 * 2 + s, j == 0 ? side[s] : other, channel);
-        place[j][s] = static_cast<T*>(p.output) + origin + outputs.column_offset(side[s], channel);
-        term[j][s] = found[j][s] ? outputs.bias_term(channel) : 0.f;
+      for (int v = 0; v < kDealt; ++v) {
+#pragma unroll
+        for (int i = 0; i < 2 * kRows; ++i) sum[(e + v) / 2][i / 2][i % 2 * 2 + v % 2] += term.value[v];
       }
     }
-    const int4* const rows = reinterpret_cast<const int4*>(shared + p.weights) + where.chunk * kRows * 16 + lane / 4;
-    float probe = 0;
+    p.rectify(sum);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void store_vectors(int chunk, int set, Sums& sum) const {
+    constexpr int kDealt = overlap_add_dealt(kCount);
+    finish<kDealt>(set, sum);
+    const int4* const rows =
+        reinterpret_cast<const int4*>(shared + p.cell_rows) + chunk * kOverlapAddWideRows + lane / 4;
+    const int2* const columns = reinterpret_cast<const int2*>(shared + p.outputs);
 #pragma unroll
-    for (int i = 0; i < 2 * kRows; ++i) {
-      const int4 row = rows[i * 8];
-      bool is_output[2];
-      float value[kTiles][2];
+    for (int v = 0; v < 8; v += kCount) {
+      const int index = set * kOverlapAddWideColumns + overlap_add_wide_element(v, kDealt);
+      const int2 column = columns[index];
+      if (column.y < 0) continue;
+      const int residue[3] = {column.y >> 20, column.y >> 10 & 1023, column.y & 1023};
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        is_output[s] = static_cast<unsigned>(row.y + side[s][0]) < static_cast<unsigned>(p.axis[0].out) &&
-                       static_cast<unsigned>(row.z + side[s][1]) < static_cast<unsigned>(p.axis[1].out) &&
-                       static_cast<unsigned>(row.w + side[s][2]) < static_cast<unsigned>(p.axis[2].out);
-      }
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-        for (int s = 0; s < 2; ++s) {
-          float& of_sum = sum[j][i / 2][i % 2 * 2 + s];
-          probe = fmaf(of_sum, 0.f, probe);
-          value[j][s] = of_sum + term[j][s], of_sum = 0;
-        }
-      }
-      if (p.vectors) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          if (is_output[0] && found[j][0]) store_two(place[j][0] + row.x, value[j][0], value[j][1]);
-        }
-        continue;
-      }
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        T* const at = place[0][s] + row.x;
-        if (!is_output[s] || !found[0][s]) continue;
-        if (p.neighbours && found[1][s] && reinterpret_cast<uintptr_t>(at) % (2 * sizeof(T)) == 0) {
-          store_two(at, value[0][s], value[1][s]);
+      for (int i = 0; i < 2 * kRows; ++i) {
+        const int4 row = rows[i * 8];
+        if (static_cast<unsigned>(row.y + residue[0]) >= static_cast<unsigned>(p.axis[0].out) ||
+            static_cast<unsigned>(row.z + residue[1]) >= static_cast<unsigned>(p.axis[1].out) ||
+            static_cast<unsigned>(row.w + residue[2]) >= static_cast<unsigned>(p.axis[2].out)) {
           continue;
         }
-        *at = from_accumulator<T>(value[0][s]);
-        if (found[1][s]) place[1][s][row.x] = from_accumulator<T>(value[1][s]);
+        float value[kCount];
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) value[e] = sum[(v + e) / 2][i / 2][i % 2 * 2 + (v + e) % 2];
+        *reinterpret_cast<Pack<T, kCount>*>(origin + static_cast<uint32_t>(row.x + column.x)) = rounded<T>(value);
       }
     }
-    if (__any_sync(0xffffffffu, !(probe == 0))) overlap_add_wide_repair<T, kRows>(p, first, index);
-  }
-  static __device__ __forceinline__ void store_two(T* place, float first, float second) {
-    struct alignas(2 * sizeof(T)) Two {
-      T of[2];
-    };
-    *reinterpret_cast<Two*>(place) = Two{{from_accumulator<T>(first), from_accumulator<T>(second)}};
   }
 };
 
 #endif
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kMaxThreads)
+__global__ void __launch_bounds__(Traits::kMaxThreads, 1)
     overlap_add_wide_kernel(const __grid_constant__ OverlapAddParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char overlap_add_shared[];

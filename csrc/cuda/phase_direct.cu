@@ -17,6 +17,7 @@ PhaseDirectParams phase_direct_params(const Problem& problem, const PhaseDirectS
   PhaseDirectParams p{};
   p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
   p.bias = problem.has_bias ? static_cast<const float*>(bias) : nullptr, p.output = static_cast<float*>(output);
+  p.rectify = rectifier(problem);
   const Strides in = input_strides(problem), out = output_strides(problem);
   p.in_batch = in.batch, p.in_channel = in.channel, p.in_pixel = static_cast<int>(in.axis[2]);
   p.out_batch = out.batch, p.out_channel = out.channel, p.out_pixel = static_cast<int>(out.axis[2]);

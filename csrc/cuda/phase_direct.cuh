@@ -62,7 +62,7 @@ __device__ __noinline__ float phase_direct_by_definition(const PhaseDirectParams
       }
     }
   }
-  return static_cast<float>(sum);
+  return p.rectify(static_cast<float>(sum));
 }
 
 // Four outputs that were just stored: what is not finite, by the definition.
@@ -72,7 +72,9 @@ __device__ __noinline__ void phase_direct_repair(const PhaseDirectParams& p, int
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     float* const output = place + i * p.out_pixel;
-    if (static_cast<unsigned>(ox + i) >= static_cast<unsigned>(p.out[1]) || is_finite(*output)) continue;
+    if (static_cast<unsigned>(ox + i) >= static_cast<unsigned>(p.out[1]) || p.rectify.shows_finite(*output)) {
+      continue;
+    }
     *output = phase_direct_by_definition<kKernel, kStride>(p, n, channel, oy, ox + i);
   }
 }
@@ -293,6 +295,7 @@ struct PhaseDirectKernel {
                          (static_cast<int64_t>(oy) * p.out[1] + ox) * p.out_pixel;
     const float probe = fmaf(value[0], 0.f, fmaf(value[1], 0.f, fmaf(value[2], 0.f, value[3] * 0.f)));
     const bool finite = probe == 0;
+    p.rectify(value);
     if (finite && p.vectors && ox >= 0 && ox + 3 < p.out[1]) {
       *reinterpret_cast<float4*>(place) = make_float4(value[0], value[1], value[2], value[3]);
       return;

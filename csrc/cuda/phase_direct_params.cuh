@@ -5,6 +5,7 @@
 
 #include "../core/phase_direct.h"
 #include "device/fast_divide.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -18,6 +19,7 @@ struct PhaseDirectParams {
   const float* weight;
   const float* bias;
   float* output;
+  Rectifier rectify;
   int64_t in_batch, in_channel, out_batch, out_channel;  // strides, in elements
   int in_pixel, out_pixel;
   int channels, group_in, group_out;  // channels: of the input

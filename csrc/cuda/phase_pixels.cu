@@ -133,6 +133,7 @@ PhasePixelsParams make_params(const Problem& problem, const PhasePixelsTile& t, 
   p.weight_tap = innermost ? p.group_out : 1;
   p.input = input, p.weight = weight, p.output = output;
   p.bias = problem.has_bias ? bias : nullptr;
+  p.rectify = rectifier(problem);
   return p;
 }
 
@@ -254,8 +255,11 @@ cudaError_t dispatch_pixels_shape(const PhasePixelsTile& t, const PhasePixelsPar
   } else {
     constexpr PhasePixelsShape kOf = kPhasePixelsShapes[kShape];
     if (t.shape == kShape) {
-      return launch_products(phase_pixels_kernel<T, kOf.row_tiles, kOf.columns / 8, kOf.warpgroups>,
-                             kPhasePixelsThreads<kOf.warpgroups>, t, p, maps, early, stream);
+      return dispatch_rectifier(p.rectify, [&](auto rectify) {
+        return launch_products(
+            phase_pixels_kernel<T, kOf.row_tiles, kOf.columns / 8, kOf.warpgroups, decltype(rectify)::value>,
+            kPhasePixelsThreads<kOf.warpgroups>, t, p, maps, early, stream);
+      });
     }
     return dispatch_pixels_shape<T, kShape + 1>(t, p, maps, early, stream);
   }

@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_pass(const PhasePixelsParams& p, uint32
 }
 
 // Makes and stores what all tasks ask for.
-template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups>
+template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups, bool kRectify>
 __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) {
   constexpr int kColumns = kColumnTiles * 8, kThreads = kWarpgroups * 128;
   const PhasePixelsParams& p = shared.p;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) 
   const bool of_cells = p.split == PhaseTmaSplit::kCells;
   const int first_cell = of_cells ? warpgroup * kRowTiles * 64 : 0;
   const int first_column = p.split == PhaseTmaSplit::kChannels ? warpgroup * kColumns : 0;
-  const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
+  const auto epilogue = make_epilogue<T, kRectify>(p.bias, p.rectify);
   const uint64_t row_form = operand_form(p.swizzle, p.group_bytes, 16);
   const uint64_t column_form = operand_form(kColumns == 32 ? 2 : 1, p.weight_group_bytes, p.weight_block_bytes);
   uint32_t cells[kRowTiles];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) 
   wait_for_stores();
 }
 
-template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups>
+template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups, bool kRectify>
 __global__ void __launch_bounds__(kPhasePixelsThreads<kWarpgroups>, 2 / kWarpgroups)
     phase_pixels_kernel(const __grid_constant__ PhasePixelsParams p, const __grid_constant__ PhasePixelsMaps maps) {
 #ifdef FASTCONVT_PHASE_PIXELS
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kPhasePixelsThreads<kWarpgroups>, 2 / kWarpgro
   __syncthreads();
   if (threadIdx.x < kWarpgroups * 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers::kMultiplier));
-    multiply_tasks<T, kRowTiles, kColumnTiles, kWarpgroups>(shared);
+    multiply_tasks<T, kRowTiles, kColumnTiles, kWarpgroups, kRectify>(shared);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers::kCopier));
     const int warp = threadIdx.x / 32 - kWarpgroups * 4;

@@ -43,7 +43,7 @@ __device__ __noinline__ T phase_pixels_definition(const PhasePixelsParams& p, in
               double(to_accumulator(weight[static_cast<int64_t>(c) * p.group_out * p.taps + tap * p.weight_tap])), sum);
     }
   }
-  return from_accumulator<T>(static_cast<float>(sum));
+  return from_accumulator<T>(p.rectify(static_cast<float>(sum)));
 }
 
 }  // namespace fastconvt::cuda

@@ -4,6 +4,7 @@
 #include "../core/phase_pixels.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -56,8 +57,9 @@ struct PhasePixelsParams {
   int tasks_at, terms_at, inputs_at, weights_at, staging_at;
   Strides in, out;                    // of the caller's tensors
   int64_t weight_column, weight_tap;  // strides of the caller's weights, in elements
-  const void* packed_weight;          // null: copies read the caller's weights
-  const void* input;                  // the caller's tensors
+  Rectifier rectify;
+  const void* packed_weight;  // null: copies read the caller's weights
+  const void* input;          // the caller's tensors
   const void* weight;
   const void* bias;
   void* output;

@@ -77,7 +77,7 @@ __device__ __forceinline__ bool stage_rows(const PhasePixelsParams& p, const flo
 template <typename T>
 __device__ __noinline__ void repair_row(const PhasePixelsParams& p, T* row, int64_t place, int channels) {
   for (int c = 0; c < channels; ++c) {
-    if (!is_finite(to_accumulator(row[c]))) row[c] = phase_pixels_definition<T>(p, place + c);
+    if (!p.rectify.shows_finite(to_accumulator(row[c]))) row[c] = phase_pixels_definition<T>(p, place + c);
   }
 }
 
@@ -153,7 +153,8 @@ template <typename T>
 __device__ __noinline__ void repair_stored(const PhasePixelsParams& p, int64_t place, int count) {
   T* const output = static_cast<T*>(p.output);
   for (int c = 0; c < count; ++c) {
-    if (!is_finite(to_accumulator(output[place + c]))) output[place + c] = phase_pixels_definition<T>(p, place + c);
+    T& stored = output[place + c];
+    if (!p.rectify.shows_finite(to_accumulator(stored))) stored = phase_pixels_definition<T>(p, place + c);
   }
 }
 

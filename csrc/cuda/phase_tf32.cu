@@ -131,6 +131,7 @@ PhaseTf32Params make_params(const Problem& problem, const PhaseTf32Tile& t, cons
   p.packed_weight = workspace;
   p.input = input, p.weight = weight, p.output = output;
   p.bias = problem.has_bias ? bias : nullptr;
+  p.rectify = rectifier(problem);
   return p;
 }
 
@@ -221,9 +222,13 @@ cudaError_t dispatch_tf32_shape(const PhaseTf32Tile& t, const PhaseTf32Params& p
   } else {
     constexpr PhaseTmaShape kOf = kPhaseTf32Shapes[kShape];
     if (t.shape == kShape) {
-      const auto kernel = p.contiguous ? phase_tf32_kernel<kOf.row_tiles, kOf.columns / 8, kOf.warpgroups, true>
-                                       : phase_tf32_kernel<kOf.row_tiles, kOf.columns / 8, kOf.warpgroups, false>;
-      return launch_products(kernel, kOf.warpgroups * 128 + 128, t, p, map, stream);
+      return dispatch_rectifier(p.rectify, [&](auto rectify) {
+        constexpr bool kRectify = decltype(rectify)::value;
+        constexpr int kRowTiles = kOf.row_tiles, kColumnTiles = kOf.columns / 8, kWarpgroups = kOf.warpgroups;
+        const auto kernel = p.contiguous ? phase_tf32_kernel<kRowTiles, kColumnTiles, kWarpgroups, true, kRectify>
+                                         : phase_tf32_kernel<kRowTiles, kColumnTiles, kWarpgroups, false, kRectify>;
+        return launch_products(kernel, kWarpgroups * 128 + 128, t, p, map, stream);
+      });
     }
     return dispatch_tf32_shape<kShape + 1>(t, p, map, stream);
   }

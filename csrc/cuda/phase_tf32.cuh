@@ -264,7 +264,7 @@ __device__ __forceinline__ void store_item(const PhaseTf32Shared& shared, const 
 }
 
 // Makes and stores what all tasks ask for.
-template <int kRowTiles, int kColumnTiles, int kWarpgroups, bool kContiguous>
+template <int kRowTiles, int kColumnTiles, int kWarpgroups, bool kContiguous, bool kRectify>
 __device__ __forceinline__ void multiply_tasks(const PhaseTf32Shared& shared, int* not_finite) {
   constexpr int kColumns = kColumnTiles * 8, kThreads = kWarpgroups * 128;
   const PhaseTf32Params& p = shared.p;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTf32Shared& shared, in
   const bool of_cells = p.split == PhaseTmaSplit::kCells;
   const int first_cell = of_cells ? warpgroup * kRowTiles * 64 : 0;
   const int first_column = p.split == PhaseTmaSplit::kChannels ? warpgroup * kColumns : 0;
-  const BiasEpilogue<float> epilogue{static_cast<const float*>(p.bias)};
+  const auto epilogue = make_epilogue<float, kRectify>(p.bias, p.rectify);
   const uint32_t row_form = line_form(p.swizzle, p.group_bytes);
   const uint32_t column_form = line_form(p.swizzle, p.chunk * 32);
   uint32_t cells[kRowTiles];
@@ -349,7 +349,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTf32Shared& shared, in
   }
 }
 
-template <int kRowTiles, int kColumnTiles, int kWarpgroups, bool kContiguous>
+template <int kRowTiles, int kColumnTiles, int kWarpgroups, bool kContiguous, bool kRectify>
 __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
     phase_tf32_kernel(const __grid_constant__ PhaseTf32Params p, const __grid_constant__ CUtensorMap map) {
 #ifdef FASTCONVT_WGMMA
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
   __syncthreads();
   if (threadIdx.x < kWarpgroups * 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kPhaseTf32Registers<kWarpgroups>));
-    multiply_tasks<kRowTiles, kColumnTiles, kWarpgroups, kContiguous>(shared, &not_finite);
+    multiply_tasks<kRowTiles, kColumnTiles, kWarpgroups, kContiguous, kRectify>(shared, &not_finite);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPhaseTf32CopierRegisters<kWarpgroups>));
     const int warp = threadIdx.x / 32 - kWarpgroups * 4;

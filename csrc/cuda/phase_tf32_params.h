@@ -4,6 +4,7 @@
 #include "../core/phase_tf32.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -59,6 +60,7 @@ struct PhaseTf32Params {
   int tasks_at, lines_at, terms_at, table_at, inputs_at, weights_at, staging_at;
   Strides in, out;                 // of the caller's tensors
   int weight_channel, weight_tap;  // steps of weights
+  Rectifier rectify;
   const void* packed_weight;
   const void* input;  // the caller's tensors
   const void* weight;

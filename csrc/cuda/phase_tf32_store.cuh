@@ -48,14 +48,14 @@ __device__ __noinline__ float phase_tf32_definition(const PhaseTf32Params& p, in
                 double((weight[static_cast<int64_t>(c) * p.group_out * p.taps + int64_t{tap} * p.weight_tap])), sum);
     }
   }
-  return static_cast<float>(sum);
+  return p.rectify(static_cast<float>(sum));
 }
 
 // Makes this thread's outputs that are not finite again, after they have been stored.
 __device__ __noinline__ void repair_stored(const PhaseTf32Params& p, int64_t place, int count) {
   float* const output = static_cast<float*>(p.output);
   for (int c = 0; c < count; ++c) {
-    if (!is_finite((output[place + c]))) output[place + c] = phase_tf32_definition(p, place + c);
+    if (!p.rectify.shows_finite(output[place + c])) output[place + c] = phase_tf32_definition(p, place + c);
   }
 }
 
@@ -251,7 +251,7 @@ __device__ __noinline__ void repair_staged(const PhaseTf32Params& p, const Phase
     if (table[e] < 0) continue;
     for (int l = 0; l < task.lines; ++l) {
       float* const at = reinterpret_cast<float*>(staging + channel * p.channel_pitch) + table[e] + line[l].cell;
-      if (is_finite((*at))) continue;
+      if (p.rectify.shows_finite(*at)) continue;
       *at = phase_tf32_definition(p, line[l].place + (channels.first + channel) * p.out.channel + run_offset(p, e));
     }
   }

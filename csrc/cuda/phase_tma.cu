@@ -132,6 +132,7 @@ PhaseTmaParams make_params(const Problem& problem, const PhaseTmaTile& t, const 
   p.packed_weight = workspace;
   p.input = input, p.weight = weight, p.output = output;
   p.bias = problem.has_bias ? bias : nullptr;
+  p.rectify = rectifier(problem);
   return p;
 }
 
@@ -223,8 +224,11 @@ cudaError_t dispatch_tma_shape(const PhaseTmaTile& t, const PhaseTmaParams& p, c
   } else {
     constexpr PhaseTmaShape kOf = kPhaseTmaShapes[kShape];
     if (t.shape == kShape) {
-      return launch_products(phase_tma_kernel<T, kOf.row_tiles, kOf.columns / 8, kOf.warpgroups>,
-                             kOf.warpgroups * 128 + 128, t, p, map, stream);
+      return dispatch_rectifier(p.rectify, [&](auto rectify) {
+        return launch_products(
+            phase_tma_kernel<T, kOf.row_tiles, kOf.columns / 8, kOf.warpgroups, decltype(rectify)::value>,
+            kOf.warpgroups * 128 + 128, t, p, map, stream);
+      });
     }
     return dispatch_tma_shape<T, kShape + 1>(t, p, map, stream);
   }

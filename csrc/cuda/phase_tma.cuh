@@ -266,7 +266,7 @@ __device__ __forceinline__ void store_item(const PhaseTmaShared& shared, const P
 }
 
 // Makes and stores what all tasks ask for.
-template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups>
+template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups, bool kRectify>
 __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int* not_finite) {
   constexpr int kColumns = kColumnTiles * 8, kThreads = kWarpgroups * 128;
   const PhaseTmaParams& p = shared.p;
@@ -276,7 +276,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
   const bool of_cells = p.split == PhaseTmaSplit::kCells;
   const int first_cell = of_cells ? warpgroup * kRowTiles * 64 : 0;
   const int first_column = p.split == PhaseTmaSplit::kChannels ? warpgroup * kColumns : 0;
-  const BiasEpilogue<T> epilogue{static_cast<const T*>(p.bias)};
+  const auto epilogue = make_epilogue<T, kRectify>(p.bias, p.rectify);
   const uint32_t row_form = operand_form(p.swizzle, p.group_bytes);
   const uint32_t column_form = operand_form(p.swizzle, p.chunk * 16);
   uint32_t cells[kRowTiles];
@@ -352,7 +352,7 @@ __device__ __forceinline__ void multiply_tasks(const PhaseTmaShared& shared, int
   }
 }
 
-template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups>
+template <typename T, int kRowTiles, int kColumnTiles, int kWarpgroups, bool kRectify>
 __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
     phase_tma_kernel(const __grid_constant__ PhaseTmaParams p, const __grid_constant__ CUtensorMap map) {
 #ifdef FASTCONVT_WGMMA
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 2 / kWarpgroups)
   __syncthreads();
   if (threadIdx.x < kWarpgroups * 128) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kPhaseTmaRegisters<kWarpgroups>));
-    multiply_tasks<T, kRowTiles, kColumnTiles, kWarpgroups>(shared, &not_finite);
+    multiply_tasks<T, kRowTiles, kColumnTiles, kWarpgroups, kRectify>(shared, &not_finite);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kPhaseTmaCopierRegisters<kWarpgroups>));
     const int warp = threadIdx.x / 32 - kWarpgroups * 4;

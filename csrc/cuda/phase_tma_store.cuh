@@ -49,7 +49,7 @@ __device__ __noinline__ T phase_tma_definition(const PhaseTmaParams& p, int64_t 
                 double(to_accumulator(weight[static_cast<int64_t>(c) * p.group_out * p.taps + tap])), sum);
     }
   }
-  return from_accumulator<T>(static_cast<float>(sum));
+  return from_accumulator<T>(p.rectify(static_cast<float>(sum)));
 }
 
 // Makes this thread's outputs that are not finite again, after they have been stored.
@@ -57,7 +57,8 @@ template <typename T>
 __device__ __noinline__ void repair_stored(const PhaseTmaParams& p, int64_t place, int count) {
   T* const output = static_cast<T*>(p.output);
   for (int c = 0; c < count; ++c) {
-    if (!is_finite(to_accumulator(output[place + c]))) output[place + c] = phase_tma_definition<T>(p, place + c);
+    T& stored = output[place + c];
+    if (!p.rectify.shows_finite(to_accumulator(stored))) stored = phase_tma_definition<T>(p, place + c);
   }
 }
 
@@ -262,7 +263,7 @@ __device__ __noinline__ void repair_staged(const PhaseTmaParams& p, const PhaseT
     if (table[e] < 0) continue;
     for (int l = 0; l < task.lines; ++l) {
       T* const at = reinterpret_cast<T*>(staging + channel * p.channel_pitch) + table[e] + line[l].cell;
-      if (is_finite(to_accumulator(*at))) continue;
+      if (p.rectify.shows_finite(to_accumulator(*at))) continue;
       *at = phase_tma_definition<T>(p, line[l].place + (channels.first + channel) * p.out.channel + run_offset(p, e));
     }
   }

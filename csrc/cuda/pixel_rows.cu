@@ -42,6 +42,7 @@ PixelRowsParams pixel_rows_params(const Problem& problem, const void* input, con
   p.in = input_strides(problem);
   p.out = output_strides(problem);
   p.input = input, p.weight = weight, p.output = output;
+  p.rectify = rectifier(problem);
   p.bias = problem.has_bias ? bias : nullptr;
   return p;
 }

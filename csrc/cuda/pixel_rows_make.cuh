@@ -55,7 +55,7 @@ __device__ void stage_pixel_rows_channels(const Role& role) {
   const int period = p.tile.constant_pixels * p.out_channels;
   T* const constants = role.constants() - p.skew;
   for (int i = threadIdx.x; i < period + kPixelRowsSector / static_cast<int>(sizeof(T)); i += Traits::kThreads) {
-    constants[i] = from_accumulator<T>(term((i + p.out_channels - p.skew) % p.out_channels));
+    constants[i] = from_accumulator<T>(p.rectify(term((i + p.out_channels - p.skew) % p.out_channels)));
   }
   __syncthreads();
   const int vectors = p.tile.output_bytes * p.tile.stages / 16, stage_vectors = p.tile.output_bytes / 16;
@@ -107,7 +107,7 @@ __device__ __noinline__ void stage_pixel_rows_by_definition(const PixelRowsParam
     const int o = item.column * Traits::kStride - p.padding + position;
     if (c >= p.out_channels || o < 0 || o >= p.out_width) continue;
     const double sum = pixel_rows_sum_by_definition<Traits>(p, item, phase, c, o) + terms[c];
-    stage[position * p.out_channels + c] = from_accumulator<T>(static_cast<float>(sum));
+    stage[position * p.out_channels + c] = from_accumulator<T>(p.rectify(static_cast<float>(sum)));
   }
 }
 
@@ -178,6 +178,7 @@ class PixelRowsMaker : PixelRowsRole<Traits> {
       if (are_right(sum[strip])) {
         const float both[2] = {terms[0], terms[1]};
         add_infinite_terms(both, sum[strip]);
+        p.rectify(sum[strip]);
         stage_outputs(stage, first, sum[strip]);
       } else {
         stage_pixel_rows_by_definition<Traits>(p, item, phase, block * kPixelRowsChannels, first, this->terms(), stage);

@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "epilogue.cuh"
 #include "params.h"
+#include "rectifier.h"
 #include "rows_mma_height.h"
 #include "rows_persistent_fragment.cuh"
 #include "rows_ring.cuh"
@@ -16,6 +17,7 @@ struct PixelRowsParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   PixelRowsTile tile;
   RowsMmaPhase phase[kPixelRowsMaxStride];  // of the height

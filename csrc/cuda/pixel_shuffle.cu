@@ -55,6 +55,7 @@ PixelShuffleParams pixel_shuffle_params(const Problem& problem, const PixelShuff
   const Strides in = input_strides(problem), out = output_strides(problem);
   PixelShuffleParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
+  p.rectify = rectifier(problem);
   p.tile = tile;
   p.group_in = static_cast<int>(problem.in_channels_per_group());
   p.group_out = static_cast<int>(problem.out_channels_per_group());

@@ -3,6 +3,7 @@
 
 #include "../core/pixel_shuffle.h"
 #include "device/fast_divide.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -22,6 +23,7 @@ struct PixelShuffleParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   PixelShuffleTile tile;
   PixelShuffleStore store;
   int piece;

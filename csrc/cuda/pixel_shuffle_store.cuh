@@ -58,7 +58,7 @@ __device__ __noinline__ void pixel_shuffle_store_by_definition(const PixelShuffl
       sum = fma(static_cast<double>(to_accumulator(value)), static_cast<double>(to_accumulator(w)), sum);
     }
     if (p.bias != nullptr) sum += to_accumulator(static_cast<const T*>(p.bias)[group * p.group_out + channel]);
-    static_cast<T*>(p.output)[base + row] = from_accumulator<T>(static_cast<float>(sum));
+    static_cast<T*>(p.output)[base + row] = from_accumulator<T>(p.rectify(static_cast<float>(sum)));
   }
 }
 
@@ -147,32 +147,42 @@ class PixelShuffleStorer {
       store_by_definition(first_order, first_position);
       return;
     }
+    if (p.rectify.on) {
+      store_sums<true>(first_tile, first_order, first_position, is_last, sum);
+    } else {
+      store_sums<false>(first_tile, first_order, first_position, is_last, sum);
+    }
+  }
+
+ private:
+  template <bool kRectify>
+  __device__ __forceinline__ void store_sums(int first_tile, int first_order, int first_position, bool is_last,
+                                             const Sums& sum) {
     int row[kRuns];  // the order of the lane's runs
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) row[r] = order_of(first_tile, r);
     switch (p.store) {
       case PixelShuffleStore::kPairs:
-        if constexpr (!Traits::kChannelsLast) store_pairs(first_order, row, sum);
+        if constexpr (!Traits::kChannelsLast) store_pairs<kRectify>(first_order, row, sum);
         break;
       case PixelShuffleStore::kQuads:
-        if constexpr (!Traits::kChannelsLast) store_quads(row, sum);
+        if constexpr (!Traits::kChannelsLast) store_quads<kRectify>(row, sum);
         break;
       case PixelShuffleStore::kChannels:
-        if constexpr (Traits::kChannelsLast) store_channels(row, sum);
+        if constexpr (Traits::kChannelsLast) store_channels<kRectify>(row, sum);
         break;
       case PixelShuffleStore::kRuns:
         if constexpr (Traits::kChannelsLast) {
           PixelShuffleRuns<Traits>(p, shared).keep(first_order, place_of(0),
-                                                   [&](int i, int j, int q) { return value(sum, i, j, q); });
+                                                   [&](int i, int j, int q) { return value<kRectify>(sum, i, j, q); });
           if (is_last) finish_runs(first_order, first_position);
         }
         break;
       default:
-        store_elements(row, sum);
+        store_elements<kRectify>(row, sum);
     }
   }
 
- private:
   __device__ void finish_runs(int last_order, int first_position) {
     if (careful) {
       for (int order = 0; order <= last_order; order += 16 * kTilesM) store_by_definition(order, first_position);
@@ -200,7 +210,10 @@ class PixelShuffleStorer {
     return is_finite(all) && (!Traits::kSplit || all == 0 || all >= kSmall);
   }
 
-  __device__ __forceinline__ T value(const Sums& sum, int i, int j, int q) const { return epilogue(sum[i][j][q]); }
+  template <bool kRectify>
+  __device__ __forceinline__ T value(const Sums& sum, int i, int j, int q) const {
+    return from_accumulator<T>(kRectify ? p.rectify(sum[i][j][q]) : sum[i][j][q]);
+  }
   // Where run r of the lane begins in the order.
   static __device__ __forceinline__ int order_of(int first_tile, int r) {
     return first_tile / Traits::kGroup * 8 * kRun + (r * 8 + threadIdx.x % 32 / 4) * kRun;
@@ -210,18 +223,20 @@ class PixelShuffleStorer {
   }
 
   // Two taps of two positions are neighbours; in 16 bits, neighbouring lanes swap halves to have four positions each.
+  template <bool kRectify>
   __device__ __forceinline__ void store_pairs(int first_order, const int (&row)[kRuns], const Sums& sum) const {
 #pragma unroll
     for (int r = 0; r < kRuns; ++r) {
       if (first_order + r * 8 * kRun >= p.tile.channels * p.taps) break;
       const int element[2] = {element_of(row[r]), element_of(row[r] + 2)};
       if (Traits::kSize == 2 && p.piece == 4) {
-        store_swapped_pairs(r, element, sum);
+        store_swapped_pairs<kRectify>(r, element, sum);
       } else {
-        store_own_pairs(r, element, sum);
+        store_own_pairs<kRectify>(r, element, sum);
       }
     }
   }
+  template <bool kRectify>
   __device__ __forceinline__ void store_swapped_pairs(int r, const int (&element)[2], const Sums& sum) const {
     const int quad = threadIdx.x % 4;
     const bool odd = quad % 2 != 0;
@@ -230,7 +245,7 @@ class PixelShuffleStorer {
       const int64_t place = place_of((odd ? j + 1 : j) * 8 + quad / 2 * 4);
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        const Pack<T, 4> low = pair(sum, 2 * r + u, j), high = pair(sum, 2 * r + u, j + 1);
+        const Pack<T, 4> low = pair<kRectify>(sum, 2 * r + u, j), high = pair<kRectify>(sum, 2 * r + u, j + 1);
         const uint2 a = reinterpret_cast<const uint2&>(low), b = reinterpret_cast<const uint2&>(high);
         const uint2 own = odd ? b : a, other = odd ? a : b;
         const uint2 got = {__shfl_xor_sync(~0u, other.x, 1), __shfl_xor_sync(~0u, other.y, 1)};
@@ -239,6 +254,7 @@ class PixelShuffleStorer {
       }
     }
   }
+  template <bool kRectify>
   __device__ __forceinline__ void store_own_pairs(int r, const int (&element)[2], const Sums& sum) const {
 #pragma unroll
     for (int j = 0; j < kTilesN; ++j) {
@@ -246,7 +262,7 @@ class PixelShuffleStorer {
       const int64_t place = place_of(at), next = place_of(at + 1);
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        const Pack<T, 4> values = pair(sum, 2 * r + u, j);
+        const Pack<T, 4> values = pair<kRectify>(sum, 2 * r + u, j);
         if (element[u] < 0) continue;
         if (p.piece >= 2) {
           if (place >= 0) pixel_shuffle_store<T, 4>(output(place, element[u]), values.value);
@@ -257,11 +273,14 @@ class PixelShuffleStorer {
       }
     }
   }
+  template <bool kRectify>
   __device__ __forceinline__ Pack<T, 4> pair(const Sums& sum, int i, int j) const {
-    return {{value(sum, i, j, 0), value(sum, i, j, 2), value(sum, i, j, 1), value(sum, i, j, 3)}};
+    return {{value<kRectify>(sum, i, j, 0), value<kRectify>(sum, i, j, 2), value<kRectify>(sum, i, j, 1),
+             value<kRectify>(sum, i, j, 3)}};
   }
 
   // Four taps of a position; in 16 bits its neighbour has the next four. In 32 bits the columns are apart.
+  template <bool kRectify>
   __device__ __forceinline__ void store_quads(const int (&row)[kRuns], const Sums& sum) const {
     const int quad = threadIdx.x % 4;
     int element[kRuns];
@@ -276,7 +295,7 @@ class PixelShuffleStorer {
         if (element[r] < 0) continue;
         T values[8];
 #pragma unroll
-        for (int q = 0; q < 8; ++q) values[q] = value(sum, 2 * r + q / 2 % 2, j, q % 2 * 2 + q / 4);
+        for (int q = 0; q < 8; ++q) values[q] = value<kRectify>(sum, 2 * r + q / 2 % 2, j, q % 2 * 2 + q / 4);
         if (Traits::kSize == 2 && p.piece >= 2) {
           if (place >= 0) pixel_shuffle_store<T, 16 / sizeof(T)>(output(place, element[r]), values);
         } else {
@@ -288,6 +307,7 @@ class PixelShuffleStorer {
   }
 
   // 16 bytes of neighbouring channels.
+  template <bool kRectify>
   __device__ __forceinline__ void store_channels(const int (&row)[kRuns], const Sums& sum) const {
     int element[kRuns];
 #pragma unroll
@@ -303,12 +323,13 @@ class PixelShuffleStorer {
           if (element[r] < 0) continue;
           T values[kRun];
 #pragma unroll
-          for (int e = 0; e < kRun; ++e) values[e] = value(sum, r * Traits::kGroup + e / 2, j, e % 2 * 2 + h);
+          for (int e = 0; e < kRun; ++e) values[e] = value<kRectify>(sum, r * Traits::kGroup + e / 2, j, e % 2 * 2 + h);
           pixel_shuffle_store<T, kRun>(output(place, element[r]), values);
         }
       }
   }
 
+  template <bool kRectify>
   __device__ __forceinline__ void store_elements(const int (&row)[kRuns], const Sums& sum) const {
     const int quad = threadIdx.x % 4;
 #pragma unroll
@@ -322,7 +343,7 @@ class PixelShuffleStorer {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int element = element_of(row[2 * i / kRun] + (2 * i + half) % kRun);
-            if (element >= 0) *output(place, element) = value(sum, i, j, half * 2 + h);
+            if (element >= 0) *output(place, element) = value<kRectify>(sum, i, j, half * 2 + h);
           }
       }
   }

@@ -26,7 +26,7 @@ struct PixelShuffleTraits {
   static constexpr int kGroup = kRun / 2;                      // of 16-row tiles that make such runs
 };
 
-// From sums, which begin with a term of their channel, to outputs.
+// What the sums of a channel begin with.
 template <typename T>
 struct PixelShuffleEpilogue {
   const T* bias;  // (out_channels), or null
@@ -34,7 +34,6 @@ struct PixelShuffleEpilogue {
   __device__ float channel_term(int channel) const {
     return bias != nullptr ? to_accumulator(__ldg(bias + channel)) : 0.f;
   }
-  __device__ T operator()(float sum) const { return from_accumulator<T>(sum); }
 };
 
 // Where a row of the order lies among the left operands.

@@ -111,6 +111,7 @@ cudaError_t launch_row_tile(const Problem& problem, const void* input, const voi
   RowTileParams p{};
   p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
   p.bias = static_cast<const float*>(bias), p.output = static_cast<float*>(output);
+  p.rectify = rectifier(problem);
   const Strides in = input_strides(problem), out = output_strides(problem);
   p.input_batch = in.batch, p.output_batch = out.batch;
   p.input_channel = static_cast<int>(in.channel), p.output_channel = static_cast<int>(out.channel);

@@ -125,7 +125,7 @@ class RowTileKernel {
     } else {
 #pragma unroll 1
       for (int c = 0; c < 4; ++c) {
-        const float value = __shfl_sync(~0u, bias, c);
+        const float value = p.rectify(__shfl_sync(~0u, bias, c));
         for (int i = 4 * lane; i < p.constant_pitch; i += 128) {
           *reinterpret_cast<float4*>(constants(c) + i) = float4{value, value, value, value};
         }
@@ -300,23 +300,28 @@ class RowTileKernel {
     bool exists[kStride];  // in column 0
 #pragma unroll
     for (int r = 0; r < kStride; ++r) exists[r] = kStride * lane + origin + r >= 0;
+    const auto keep = [&](auto rectified) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      float* const to = data(c) + origin + kStride * lane;
+      for (int c = 0; c < 4; ++c) {
+        float* const to = data(c) + origin + kStride * lane;
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i)
+        for (int i = 0; i < kChunks; ++i)
 #pragma unroll
-        for (int r = 0; r < kStride; ++r) {
-          if (i > 0 || exists[r]) to[32 * kStride * i + r] = acc[c][i][r];
-        }
-    }
+          for (int r = 0; r < kStride; ++r) {
+            const float value = decltype(rectified)::value ? p.rectify(acc[c][i][r]) : acc[c][i][r];
+            if (i > 0 || exists[r]) to[32 * kStride * i + r] = value;
+          }
+      }
+    };
+    p.rectify.on ? keep(std::true_type{}) : keep(std::false_type{});
     __syncwarp();  // what comes now may stand where columns beyond the end were written
     const int c = lane % 4, slot = lane / 4;
     if (b.tail > 0) {
       for (int distance = 4 * tail_slots(b); distance < 32; distance *= 2) {
         tail += __shfl_xor_sync(~0u, tail, distance);
       }
-      if (slot < b.tail * kStride) data(c)[origin + kRowColumns * kStride + slot] = tail + head.bias[4 * warp + c];
+      if (slot < b.tail * kStride)
+        data(c)[origin + kRowColumns * kStride + slot] = p.rectify(tail + head.bias[4 * warp + c]);
       __syncwarp();
     }
     if (suspect) {
@@ -336,7 +341,7 @@ class RowTileKernel {
   // Eight lanes store the row of a channel, and constants around its `count` outputs.
   __device__ __forceinline__ void store_row(float* row, float* data, int before, int count, int after) const {
     const int slot = lane / 4, stored = before + count + after;
-    const float constant = head.bias[4 * warp + lane % 4];
+    const float constant = p.rectify(head.bias[4 * warp + lane % 4]);
 #pragma unroll 1
     for (int i = slot; i < before; i += 8) data[i] = constant;
 #pragma unroll 1

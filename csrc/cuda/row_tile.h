@@ -5,6 +5,7 @@
 
 #include "../core/row_tile.h"
 #include "data_rows.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -23,6 +24,7 @@ struct RowTileParams : DataRows {
   const float* weight;
   const float* bias;  // or null
   float* output;
+  Rectifier rectify;
   int64_t input_batch, output_batch;  // strides
   int input_channel, output_channel;
   int weight_channel, weight_filter;             // between input channels, output channels

@@ -231,7 +231,7 @@ __device__ __noinline__ void edges_by_definition(const RowTileParams& p, RowTile
         if (at >= 0 && at % Traits::kStride == 0 && column < p.in_width) sum = fmaf(w[t], x[column], sum);
       }
     }
-    staged[output - begin] = sum;
+    staged[output - begin] = p.rectify(sum);
   }
 }
 

@@ -94,6 +94,7 @@ cudaError_t launch_rows(const Problem& problem, const void* input, const void* w
   RowsParams p{};
   p.input = static_cast<const float*>(input), p.weight = static_cast<const float*>(weight);
   p.bias = static_cast<const float*>(bias), p.output = static_cast<float*>(output);
+  p.rectify = rectifier(problem);
   p.input_stride = input_strides(problem), p.output_stride = output_strides(problem);
   p.weight_filter = static_cast<int>(problem.kernel_positions());
   p.weight_channel = problem.out_channels_per_group() * problem.kernel_positions();

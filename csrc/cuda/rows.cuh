@@ -69,8 +69,10 @@ class RowsKernel {
     } else {
       accumulate_chunks();
     }
+    const bool suspect = __any_sync(~0u, is_suspect());
+    p.rectify(acc);
     store();
-    if (__any_sync(~0u, is_suspect())) store_edges_by_definition();
+    if (suspect) store_edges_by_definition();
     wait_for_bulk_reads();
   }
 
@@ -281,7 +283,7 @@ class RowsKernel {
         }
       }
     }
-    return sum;
+    return p.rectify(sum);
   }
 
   // Over what the warp has stored: the lanes of a quad share its pixels.
@@ -328,7 +330,7 @@ class RowsKernel {
     }
     const int at = first_output() + Traits::kColumns * kStride + tail_output();
     if (!Traits::kWhole && tail_exists() && at < p.out_width) {
-      b.row_of(p, b.first_channel(p, tail_group, tail_quad) + lane % 4)[at * pixel] = tail_acc;
+      b.row_of(p, b.first_channel(p, tail_group, tail_quad) + lane % 4)[at * pixel] = p.rectify(tail_acc);
     }
   }
 };

@@ -23,7 +23,7 @@ struct RowsConstants {
       }
     } else {
       for (int i = threadIdx.x; i < p.constant_pitch; i += kRowsThreads) {
-        buffer[i] = p.bias[i % static_cast<int>(p.output_stride.axis[2])];
+        buffer[i] = p.rectify(p.bias[i % static_cast<int>(p.output_stride.axis[2])]);
       }
     }
   }
@@ -49,7 +49,7 @@ struct RowsConstants {
     output += begin * channels;
     if (p.constant_pitch == 0) {
       for (int64_t i = threadIdx.x; i < count; i += kRowsThreads) {
-        output[i] = p.bias == nullptr ? 0.0f : p.bias[i % channels];
+        output[i] = p.bias == nullptr ? 0.0f : p.rectify(p.bias[i % channels]);
       }
       return;
     }

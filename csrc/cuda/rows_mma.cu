@@ -36,6 +36,7 @@ RowsMmaParams rows_mma_params(const Problem& problem, const void* input, const v
   p.out = output_strides(problem);
   p.strip_offset = p.tile.columns / rows_mma_strips(problem.element_size()) * p.in.axis[2];
   p.input = input, p.weight = weight, p.output = output;
+  p.rectify = rectifier(problem);
   p.bias = problem.has_bias ? bias : nullptr;
   return p;
 }

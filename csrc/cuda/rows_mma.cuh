@@ -137,6 +137,7 @@ class RowsMmaKernel {
         if (are_finite(sum)) {
           const float bias[2] = {terms[rows_mma_channel(row, 0)], terms[rows_mma_channel(row, 1)]};
           add_infinite_terms(bias, sum);
+          p.rectify(sum);
           outputs.stage_outputs(strip, sum);
         } else {
           stage_by_definition(unit, at, phase, strip);
@@ -215,7 +216,7 @@ class RowsMmaKernel {
       const bool exists = position >= at.begin && position < at.end;
       const double sum =
           (exists ? sum_by_definition<Traits>(p, unit, phase, channel, at.first + position) : 0.) + terms[channel];
-      outputs.place(position)[channel] = from_accumulator<T>(static_cast<float>(sum));
+      outputs.place(position)[channel] = from_accumulator<T>(p.rectify(static_cast<float>(sum)));
     }
   }
 };

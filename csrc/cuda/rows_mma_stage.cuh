@@ -4,6 +4,7 @@
 #include "../core/rows_mma.h"
 #include "epilogue.cuh"
 #include "params.h"
+#include "rectifier.h"
 #include "rows_mma_fragment.cuh"
 #include "rows_mma_height.h"
 
@@ -14,6 +15,7 @@ struct RowsMmaParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   Strides in, out;
   RowsMmaTile tile;
   RowsMmaPhase phase[kRowsMmaMaxStride];

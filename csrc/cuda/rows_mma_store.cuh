@@ -69,7 +69,7 @@ class RowsMmaOutputs {
     if (channels <= 0) return;
     Vector values;
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) values.value[j] = from_accumulator<T>(terms[channel + j]);
+    for (int j = 0; j < kVector; ++j) values.value[j] = from_accumulator<T>(p.rectify(terms[channel + j]));
     for (int i = at.begin + threadIdx.x / kPieces; i < at.end; i += blockDim.x / kPieces) {
       if (!at.constant) values = *reinterpret_cast<const Vector*>(place(i) + channel);
       T* const target = at.origin + i * p.out.axis[2] + channel;

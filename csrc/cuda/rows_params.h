@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "data_rows.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -19,6 +20,7 @@ struct RowsParams : DataRows {
   const float* weight;
   const float* bias;  // or null
   float* output;
+  Rectifier rectify;
   Strides input_stride;
   Strides output_stride;
   int64_t weight_channel;      // between input channels

@@ -54,6 +54,7 @@ RowsPersistentParams rows_persistent_params(const Problem& problem, const void* 
   p.in = input_strides(problem);
   p.out = output_strides(problem);
   p.input = input, p.weight = weight, p.output = output;
+  p.rectify = rectifier(problem);
   p.bias = problem.has_bias ? bias : nullptr;
   return p;
 }

@@ -56,7 +56,7 @@ __device__ __noinline__ void stage_by_definition(const RowsPersistentParams& p,
     const int y = base * p.height_stride + phase - p.height_padding;
     const T* const origin = item.output + channel * p.out.channel + y * p.out.axis[1] + o - position;
     staged[channel * p.tile.output_pitch + misalignment(origin, Traits::kSector) + position] =
-        from_accumulator<T>(static_cast<float>(sum));
+        from_accumulator<T>(p.rectify(static_cast<float>(sum)));
   }
 }
 

@@ -301,6 +301,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
     constexpr int kRun = 2 * kStride;
     const int begin = warp * 8 * kTiles * kStride;
     fill_outside(this->first_output(item) + begin, sum);
+    p.rectify(sum);
     // As staged_channel says; the last bits of an address do.
     const uint32_t at = origin + y * static_cast<uint32_t>(p.out.axis[1]);
     const uint32_t low_skew = at % Traits::kSector;
@@ -322,7 +323,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
 
   // 16-bit outputs in words; where the first one stands in the middle of a word, words pair it with what comes before.
   __device__ void stage_words(T* target, bool odd, int half, const Sums& sum) const {
-    const T constant = kKinds < kStride ? from_accumulator<T>(terms[row + 8 * half]) : T{};
+    const T constant = kKinds < kStride ? from_accumulator<T>(p.rectify(terms[row + 8 * half])) : T{};
     const uint32_t pick = odd ? 0x5432 : 0x7654;
     const auto value = [&](int i, int j) {
       const int r = i % kStride;
@@ -347,7 +348,7 @@ class RowsPersistentMaker : RowsPersistentRole<Traits> {
 
   template <int kCount>
   __device__ void stage_half(T* target, int half, const Sums& sum) const {
-    const T constant = kKinds < kStride ? from_accumulator<T>(terms[row + 8 * half]) : T{};
+    const T constant = kKinds < kStride ? from_accumulator<T>(p.rectify(terms[row + 8 * half])) : T{};
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "device/fast_divide.h"
 #include "device/numeric.cuh"
 #include "params.h"
+#include "rectifier.h"
 #include "rows_mma_height.h"
 #include "rows_ring.cuh"
 
@@ -21,6 +22,7 @@ struct RowsPersistentParams {
   const void* weight;
   const void* bias;  // or null
   void* output;
+  Rectifier rectify;
   unsigned* arrivals;  // zero, or null: then blocks do not wait for one another
   Strides in, out;
   RowsPersistentTile tile;

@@ -49,7 +49,7 @@ __device__ void stage_channels(const RowsPersistentParams& p, int block, MmaLeft
   for (int c = thread / 32; c < pieces; c += threads / 32) {
     Vector vector;
 #pragma unroll
-    for (int i = 0; i < Traits::kVector; ++i) vector.value[i] = from_accumulator<T>(term(c));
+    for (int i = 0; i < Traits::kVector; ++i) vector.value[i] = from_accumulator<T>(p.rectify(term(c)));
     for (int i = thread % 32; i < piece; i += 32) reinterpret_cast<Vector*>(constants)[c * piece + i] = vector;
   }
 }

@@ -126,7 +126,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
         copy(range.origin + i, source, min(piece, range.core_end - i));
       }
     }
-    store_ends(item, range, [&](int) { return from_accumulator<T>(terms[channel]); });
+    store_ends(item, range, [&](int) { return from_accumulator<T>(p.rectify(terms[channel])); });
   }
 
   // What is stored of a row in the lane's channel. Where a row of constants and another one meet, the boundary moves to
@@ -161,7 +161,7 @@ class RowsPersistentStorer : RowsPersistentRole<Traits> {
     T* const staged = this->staged_channel(stage, range.origin, channel);
     Vector constant;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) constant.value[i] = from_accumulator<T>(terms[channel]);
+    for (int i = 0; i < kVector; ++i) constant.value[i] = from_accumulator<T>(p.rectify(terms[channel]));
     const bool tail = lane >= kRowsMmaChannels;
     // Before the row's own outputs whole vectors come first, after them single elements do.
     const int begin = tail ? range.own_end : range.core_begin, end = tail ? range.core_end : range.own_begin;

@@ -21,10 +21,11 @@ __device__ __forceinline__ void let_next_grid_begin() {
 #endif
 }
 
-// Launches a kernel that calls wait_for_previous_grid(), perhaps before the grid before it has ended.
+// Launches a kernel that calls wait_for_previous_grid(), perhaps before the grid before it has ended, in clusters of
+// some blocks.
 template <typename... Params>
-cudaError_t launch_early(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared, cudaStream_t stream,
-                         const Params&... params) {
+cudaError_t launch_early_clusters(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared, int cluster,
+                                  cudaStream_t stream, const Params&... params) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -33,12 +34,21 @@ cudaError_t launch_early(void (*kernel)(Params...), dim3 grid, int threads, int6
   config.gridDim = grid, config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[1].val.clusterDim.y = 1, attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared, cudaStream_t stream,
+                         const Params&... params) {
+  return launch_early_clusters(kernel, grid, threads, shared, 1, stream, params...);
 }
 
 }  // namespace fastconvt::cuda

@@ -45,4 +45,12 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
   T value[kCount];
 };
 
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> rounded(const float (&x)[kCount]) {
+  Pack<T, kCount> pack;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) pack.value[i] = from_accumulator<T>(x[i]);
+  return pack;
+}
+
 }  // namespace fastconvt::cuda

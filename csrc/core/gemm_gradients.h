@@ -1,0 +1,154 @@
+// Both gradients of a layer by matrix products, which share what is packed. Plain C++17: no Torch, no CUDA;
+// csrc/cuda/gemm_gradients.* compute what this plans.
+//
+// Copies read channels innermost. Contiguous tensors are turned, with the weight; or, in 16 bits, unrolled: a row for
+// each input position, of all the outputs that it meets, (output channel, tap). Both gradients then are products with
+// that matrix, the weight is read and its gradient written as they lie. Few channels, innermost already, are merged
+// with the taps of a last axis whose kernel is its stride: these are neighbours in memory, of the weight as well.
+#pragma once
+
+#include "gemm_weight_gradient.h"
+#include "gradient_gemm.h"
+
+namespace fastconvt {
+
+enum class GemmGradientsForm { kTurned, kUnrolled, kMerged };
+
+struct GemmGradientsPlan {
+  GemmGradientsForm form;
+  Problem products;  // as the products see the layer
+  GradientGemmTile input;
+  GemmWeightTile weight;
+  double cost_ms;  // of everything
+  bool together;   // both products at the same time, each on some multiprocessors
+};
+
+constexpr int kUnrollMaxTaps = 128, kUnrollMaxKernel = 32;
+
+// Positions in a row, without a kernel.
+inline Problem unrolled_problem(const Problem& p) {
+  Problem q = p;
+  q.out_channels = p.out_channels * p.kernel_positions();
+  q.axis[0] = q.axis[1] = {1, 1, 1, 0, 0, 1};
+  q.axis[2] = {p.in_positions(), 1, 1, 0, 0, 1};
+  q.weight_layout = Layout::kChannelsLast;  // the same as contiguous
+  q.has_bias = false;
+  return q;
+}
+
+// Whether the matrix is no larger than what would be packed otherwise.
+inline bool gemm_gradients_may_unroll(const Problem& p) {
+  if (p.element_size() != 2 || p.layout != Layout::kContiguous || p.weight_layout != Layout::kContiguous) return false;
+  if (p.has_bias && !gemm_weight_counts(p)) return false;
+  const int64_t taps = p.kernel_positions(), columns = p.out_channels * taps;
+  if (taps > kUnrollMaxTaps || p.out_channels_per_group() * taps % 8 != 0 || columns >= (1 << 20)) return false;
+  for (const Axis& a : p.axis) {
+    if (a.kernel > kUnrollMaxKernel) return false;
+  }
+  const double matrix = double(p.batch) * double(p.in_positions()) * double(columns);
+  return matrix <= double(p.out_elements() + p.weight_elements()) && matrix < double(1 << 30);
+}
+
+inline Problem merged_problem(const Problem& p) {
+  Problem q = p;
+  Axis& last = q.axis[2];
+  q.out_channels = p.out_channels * last.kernel;
+  last.kernel = last.stride = 1;
+  return q;
+}
+
+inline bool gemm_gradients_may_merge(const Problem& p) {
+  const Axis& last = p.axis[2];
+  return p.layout == Layout::kChannelsLast && p.weight_layout == Layout::kChannelsLast && p.groups == 1 &&
+         last.kernel > 1 && last.kernel == last.stride && last.dilation == 1 && last.padding == 0 &&
+         last.output_padding == 0 && p.out_channels * p.element_size() < 128 && gradient_gemm_reads(p, p.layout);
+}
+
+constexpr double kGradientGemmClocksMs = 1.7e6;
+constexpr double kGemmGradientsBegin = 0.006;  // milliseconds before anything is multiplied, and between products
+
+// Milliseconds of the input's gradient, and of the weight's. Sums for the bias slow the latter down.
+inline double gemm_gradients_input_ms(const Problem& products, const GradientGemmTile& t) {
+  double outputs = double(products.out_elements());  // that any tap meets
+  for (const Axis& a : products.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
+  const double memory = double(products.element_size()) * (outputs + double(products.in_elements()));
+  return std::max(t.cycles / kGradientGemmClocksMs, memory / 3.6e9);
+}
+inline double gemm_gradients_weight_ms(const Problem& products, const GemmWeightTile& t) {
+  const double bias = gemm_weight_sums_bias(products, t) ? 0.1 + 0.25 / t.in_blocks : 0;
+  return t.clocks / kGemmWeightClocksMs * (1 + bias);
+}
+inline double gemm_gradients_in_turn(const GemmGradientsPlan& plan) {
+  return gemm_gradients_input_ms(plan.products, plan.input) + gemm_gradients_weight_ms(plan.products, plan.weight);
+}
+
+// Few blocks: both at the same time, each on some multiprocessors, if that is faster.
+inline void gemm_gradients_share(GemmGradientsPlan& plan) {
+  constexpr double kSmall = 0.05;                               // milliseconds
+  const double begin = plan.products.has_bias ? 0.007 : 0.003;  // the bias comes last then
+  const double in_turn = gemm_gradients_in_turn(plan);
+  if (in_turn > kSmall || plan.products.element_size() != 2) return;  // TF32 is packed in two forms, in turn
+  constexpr std::array<int64_t, 3> kShares{36, 66, 96};
+  const auto weights = gemm_weight_tiles<3>(plan.products, kShares);
+  double least = 0.92 * in_turn;
+  for (size_t i = 0; i < kShares.size(); ++i) {
+    if (weights[i].shape < 0 || !gemm_weight_finishes(plan.products, weights[i])) continue;
+    const GradientGemmTile input = gradient_gemm_tile_of(plan.products, 132 - weights[i].kinds * weights[i].splits);
+    if (input.shape < 0) continue;
+    const double both = begin + std::max(gemm_gradients_input_ms(plan.products, input),
+                                         gemm_gradients_weight_ms(plan.products, weights[i]));
+    if (both < least) least = both, plan.input = input, plan.weight = weights[i], plan.together = true;
+  }
+  if (plan.together) plan.cost_ms += least - in_turn;
+}
+
+inline GemmGradientsPlan gemm_gradients_as(const Problem& p, GemmGradientsForm form) {
+  const bool unrolled = form == GemmGradientsForm::kUnrolled, turned = form == GemmGradientsForm::kTurned;
+  GemmGradientsPlan plan{form, unrolled ? unrolled_problem(p) : turned ? p : merged_problem(p), {}, {}, 0, false};
+  const Problem& q = plan.products;
+  plan.input = turned ? last_result<gradient_gemm_tile>(p) : gradient_gemm_tile(q);
+  plan.weight = turned ? last_result<gemm_weight_tile>(p) : gemm_weight_tile(q);
+  const double element = double(p.element_size());
+  double packing = 0;
+  if (unrolled) {
+    const bool pairs = p.axis[2].kernel % 2 + p.axis[2].stride % 2 + p.axis[2].padding % 2 + p.axis[2].out() % 2 == 0;
+    packing = double(q.out_elements()) * (pairs ? 1.3e-9 : 2e-9) + double(p.out_elements()) * 0.5e-9;
+  } else {
+    double bytes = 0;
+    if (!gradient_gemm_reads(p, p.layout)) bytes += 2 * element * double(p.out_elements());
+    if (!gradient_gemm_reads(p, p.weight_layout)) bytes += 3 * element * double(p.weight_elements());
+    packing = bytes / 2.8e9;
+  }
+  plan.cost_ms = gemm_gradients_in_turn(plan) + packing + (unrolled ? 0.011 : packing > 0 ? 0.0035 : 0);
+  if (plan.input.shape >= 0 && plan.weight.shape >= 0) gemm_gradients_share(plan);
+  return plan;
+}
+
+// Requires that neither product is refused.
+inline GemmGradientsPlan gemm_gradients_plan(const Problem& p) {
+  const GemmGradientsPlan turned = gemm_gradients_as(p, GemmGradientsForm::kTurned);
+  const bool unrolls = gemm_gradients_may_unroll(p);
+  if (!unrolls && !gemm_gradients_may_merge(p)) return turned;
+  const GemmGradientsPlan other =
+      gemm_gradients_as(p, unrolls ? GemmGradientsForm::kUnrolled : GemmGradientsForm::kMerged);
+  const bool fits = other.input.shape >= 0 && other.weight.shape >= 0;
+  return fits && other.cost_ms < turned.cost_ms ? other : turned;
+}
+
+// Milliseconds on an H200 of one gradient where both are wanted: a part of what both take, if these make both.
+inline double gemm_gradients_input_cost_ms(const Problem& p) {
+  if (!gemm_weight_gradient_refusal(p).empty()) return gradient_gemm_cost_ms(p);
+  const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(p);
+  const double input = gemm_gradients_input_ms(plan.products, plan.input), all = gemm_gradients_in_turn(plan);
+  return (plan.cost_ms + kGemmGradientsBegin) * input / all;
+}
+inline double gemm_gradients_weight_cost_ms(const Problem& p) {
+  if (!gradient_gemm_refusal(p).empty()) return gemm_weight_gradient_cost_ms(p);
+  const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(p);
+  const double weight = gemm_gradients_weight_ms(plan.products, plan.weight), all = gemm_gradients_in_turn(plan);
+  const bool sums_bias = plan.form == GemmGradientsForm::kUnrolled || gemm_weight_sums_bias(plan.products, plan.weight);
+  const double bias = p.has_bias && !sums_bias ? 0.012 + double(p.element_size() * p.out_elements()) / 3e9 : 0;
+  return (plan.cost_ms + kGemmGradientsBegin) * weight / all + bias;
+}
+
+}  // namespace fastconvt
