@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +51,10 @@ def on_every_candidate(case, call, dtype, device, op=None, channels_last=False, 
 def on_every_gradient(case, call, dtype, device, channels_last=False, tf32=False, skip=()):
     """(name, call()) with each candidate for the gradient of the input, then of the weight, forced, but those to
     ``skip``; None in place of the gradients that others made."""
+    with_bias = replace(case, bias=True)  # whether or not the layer has one, its gradient may be asked for
     for which, own in (("input", (0,)), ("weight", (1, 2))):
         op = f"{case.op}_{which}_gradient"
-        for name, grads in on_every_candidate(case, call, dtype, device, op, channels_last, tf32, skip):
+        for name, grads in on_every_candidate(with_bias, call, dtype, device, op, channels_last, tf32, skip):
             yield name, [grad if i in own or name == "aten" else None for i, grad in enumerate(grads)]
 
 

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "boxes_tf32_gradients.h"
 #include "chain_backward.h"
@@ -258,6 +260,7 @@ struct Row {
   unsigned makes;
   std::string (*refusal)(const Problem&, const DeviceInfo&);
   double (*cost)(Operation, const Problem&, const DeviceInfo&);
+  bool shares = false;  // the cost of a gradient is its part of what both take together
 };
 
 const Row kTable[] = {
@@ -316,7 +319,7 @@ const Row kTable[] = {
     {CandidateId::kDepthwise, "depthwise_wgrad", true, bit(Operation::kWeightGradient),
      family_refusal<75, depthwise_weight_gradient_refusal>, family_cost<depthwise_weight_gradient_cost_ms>},
     {CandidateId::kDepthwiseGradients, "depthwise_gradients", true, kBothGradients,
-     family_refusal<90, depthwise_gradients_refusal>, half_of<depthwise_gradients_cost_ms>},
+     family_refusal<90, depthwise_gradients_refusal>, half_of<depthwise_gradients_cost_ms>, /*shares=*/true},
     {CandidateId::kHeads, "heads_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<80, heads_input_gradient_refusal>, family_cost<heads_input_gradient_cost_ms>},
     {CandidateId::kHeads, "heads_wgrad", true, bit(Operation::kWeightGradient),
@@ -332,17 +335,17 @@ const Row kTable[] = {
     {CandidateId::kMirrored, "mirrored_dgrad", true, bit(Operation::kInputGradient),
      family_refusal<90, mirrored_gradient_refusal, 91>, family_cost<mirrored_gradient_cost_ms>},
     {CandidateId::kGradientGemm, "gemm_dgrad", true, bit(Operation::kInputGradient),
-     family_refusal<90, gradient_gemm_refusal, 91>, family_cost<gemm_gradients_input_cost_ms>},
+     family_refusal<90, gradient_gemm_refusal, 91>, family_cost<gemm_gradients_input_cost_ms>, /*shares=*/true},
     {CandidateId::kGradientGemm, "gemm_wgrad", true, bit(Operation::kWeightGradient),
-     family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_gradients_weight_cost_ms>},
+     family_refusal<90, gemm_weight_gradient_refusal, 91>, family_cost<gemm_gradients_weight_cost_ms>, /*shares=*/true},
     {CandidateId::kPairsGradients, "pairs_dgrad", true, bit(Operation::kInputGradient),
-     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_input_gradient_cost_ms>},
+     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_input_gradient_cost_ms>, /*shares=*/true},
     {CandidateId::kPairsGradients, "pairs_wgrad", true, bit(Operation::kWeightGradient),
-     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_weight_gradient_cost_ms>},
+     family_refusal<90, pairs_gradient_refusal, 91>, family_cost<pairs_weight_gradient_cost_ms>, /*shares=*/true},
     {CandidateId::kPairsTf32, "pairs_tf32_gradients", true, kBothGradients, family_refusal<90, pairs_tf32_refusal, 91>,
-     half_of<pairs_tf32_cost_ms>},
+     half_of<pairs_tf32_cost_ms>, /*shares=*/true},
     {CandidateId::kBoxesTf32, "boxes_tf32_gradients", true, kBothGradients, family_refusal<90, boxes_tf32_refusal, 91>,
-     half_of<boxes_tf32_cost_ms>},
+     half_of<boxes_tf32_cost_ms>, /*shares=*/true},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
@@ -357,6 +360,57 @@ double pass_cost(const Problem& p, const DeviceInfo& device) {
   return device.cuda ? 0.003 + ms(bytes, 4.1e12) : 0.005 + ms(bytes, 4e9) / device.threads;
 }
 
+// Those of the table, with what they refuse or cost.
+std::vector<Candidate> list_candidates(Operation operation, const Problem& problem, const DeviceInfo& device) {
+  std::vector<Candidate> candidates;
+  for (const Row& row : kTable) {
+    if (row.cuda != device.cuda || (row.makes & bit(operation)) == 0) continue;
+    Problem as_read = problem;
+    as_read.weight_layout = weight_layout(row.id, problem);
+    std::string refusal = row.refusal(as_read, device);
+    const bool can = refusal.empty();
+    double cost_ms = can ? row.cost(operation, as_read, device) : 0;
+    // Costs of families that read contiguous weights only count the copy of others already.
+    if (can && as_read.weight_layout == Layout::kChannelsLast && problem.weight_layout == Layout::kContiguous) {
+      cost_ms += 0.005 + ms(double(problem.element_size() * problem.weight_elements()), 2e11);
+    }
+    const bool passes = problem.activation != Activation::kNone && !activates(row.id, problem);
+    if (can && passes) cost_ms += pass_cost(problem, device);
+    candidates.push_back({row.id, row.name, std::move(refusal), cost_ms});
+  }
+  return candidates;
+}
+
+// Whether a family's gradients share work, where it makes both.
+bool shares(CandidateId id) {
+  for (const Row& row : kTable) {
+    if (row.id == id && row.shares) return true;
+  }
+  return false;
+}
+
+// The index of the candidate for one gradient in the cheapest pair of candidates for both, since training wants both:
+// one whose work is shared takes longer beside another family.
+int cheapest_beside(const std::vector<Candidate>& candidates, const std::vector<Candidate>& others) {
+  constexpr double kAlone = 1.2;
+  const auto alone = [&](const Candidate& c) { return c.cost_ms * (shares(c.id) ? kAlone : 1); };
+  double least_other = std::numeric_limits<double>::infinity(), least = least_other;
+  for (const Candidate& other : others) {
+    if (other.refusal.empty()) least_other = std::min(least_other, alone(other));
+  }
+  int choice = -1;
+  for (int i = 0; i < int(candidates.size()); ++i) {
+    const Candidate& c = candidates[i];
+    if (!c.refusal.empty()) continue;
+    double both = alone(c) + least_other;
+    for (const Candidate& other : others) {
+      if (other.refusal.empty() && other.id == c.id && shares(c.id)) both = std::min(both, c.cost_ms + other.cost_ms);
+    }
+    if (both < least) least = both, choice = i;
+  }
+  return choice;
+}
+
 std::string format(const char* pattern, double value) {
   char text[32];
   std::snprintf(text, sizeof text, pattern, value);
@@ -366,27 +420,20 @@ std::string format(const char* pattern, double value) {
 }  // namespace
 
 Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& device, const std::string& forced) {
-  Plan plan{{}, -1};
-  for (const Row& row : kTable) {
-    if (row.cuda != device.cuda || (row.makes & bit(operation)) == 0) continue;
-    Problem as_read = problem;
-    as_read.weight_layout = weight_layout(row.id, problem);
-    std::string refusal = row.refusal(as_read, device);
-    const bool can = refusal.empty();
-    if (row.name == forced) {
-      if (!can) throw std::runtime_error("candidate " + forced + " cannot make this call: " + refusal);
-      plan.choice = int(plan.candidates.size());
-    }
-    double cost_ms = can ? row.cost(operation, as_read, device) : 0;
-    // Costs of families that read contiguous weights only count the copy of others already.
-    if (can && as_read.weight_layout == Layout::kChannelsLast && problem.weight_layout == Layout::kContiguous) {
-      cost_ms += 0.005 + ms(double(problem.element_size() * problem.weight_elements()), 2e11);
-    }
-    const bool passes = problem.activation != Activation::kNone && !activates(row.id, problem);
-    if (can && passes) cost_ms += pass_cost(problem, device);
-    plan.candidates.push_back({row.id, row.name, std::move(refusal), cost_ms});
+  Plan plan{list_candidates(operation, problem, device), -1};
+  for (int i = 0; !forced.empty() && i < int(plan.candidates.size()); ++i) {
+    const Candidate& c = plan.candidates[i];
+    if (c.name != forced) continue;
+    if (!c.refusal.empty()) throw std::runtime_error("candidate " + forced + " cannot make this call: " + c.refusal);
+    plan.choice = i;
   }
   if (plan.choice >= 0) return plan;
+  if (device.cuda && (bit(operation) & kBothGradients) != 0) {
+    const bool of_input = operation == Operation::kInputGradient;
+    const Operation other = of_input ? Operation::kWeightGradient : Operation::kInputGradient;
+    plan.choice = cheapest_beside(plan.candidates, list_candidates(other, problem, device));
+    return plan;
+  }
   for (int i = 0; i < int(plan.candidates.size()); ++i) {
     const Candidate& c = plan.candidates[i];
     if (c.refusal.empty() && (plan.choice < 0 || c.cost_ms < plan.chosen().cost_ms)) plan.choice = i;
@@ -419,7 +466,6 @@ bool activates(CandidateId candidate, const Problem& problem) {
     case CandidateId::kPhasePortable:
     case CandidateId::kGather:
       return true;
-    case CandidateId::kShuffleGemm:
     case CandidateId::kAten:
       return false;
     default:

@@ -302,8 +302,7 @@ constexpr GradientKernels kGradients[] = {
      of_problem<direct_weight_gradient_workspace>},
     {CandidateId::kDenseGradients, launch_dense_input_gradient, of_problem<dense_input_gradient_workspace>,
      launch_dense_weight_gradient, of_problem<dense_weight_gradient_workspace>},
-    {CandidateId::kMirrored, launch_mirrored_input_gradient, of_problem<mirrored_input_gradient_workspace>, nullptr,
-     nullptr},
+    {CandidateId::kMirrored, launch_mirrored_input_gradient, mirrored_input_gradient_workspace, nullptr, nullptr},
     {CandidateId::kGradientGemm, launch_gemm_input_gradient, gemm_input_gradient_workspace, launch_gemm_weight_gradient,
      gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace},
     {CandidateId::kPairsGradients, launch_pairs_input_gradient, pairs_input_gradient_workspace,
@@ -333,19 +332,22 @@ class Backward {
   Backward(const char* name, const Scope& scope, const Call& call, const Tensor& grad_output)
       : name_(name), scope_(scope), call_(call), grad_output_(grad_output) {}
 
-  // In one pass, where `together` and there is one.
-  Gradients make(const GradientKernels& kernels, int64_t bits, bool together) {
+  // Those of the input and the weight by kernels that may be null, in one pass where they are the same and there is
+  // one. The weight's comes first, since its workspace may stand where the input's will be.
+  Gradients make(const GradientKernels* of_input, const GradientKernels* of_weight, bool of_bias) {
     if (!dense_) {
       const Tensor batched = call_.batched ? grad_output_ : torch::stable::unsqueeze(grad_output_, 0);
       dense_ = to_layout(batched, call_.problem.layout);
     }
-    Gradient input = bits & kInputBit ? Gradient::of_input(call_) : Gradient::none(call_.input);
-    const Layout layout = weight_layout(kernels.id, call_.problem);
-    Gradient weight = bits & kWeightBit ? Gradient::of_weight(call_, layout) : Gradient::none(call_.input);
-    const Tensor bias = empty(call_.input, bits & kBiasBit ? call_.problem.out_channels : 0);
-    if (!together || !launch_all(kernels, input, weight, bias)) {
-      if (bits & kInputBit) launch_input(kernels, input);
-      if (bits & kWeightBit) launch_weight(kernels, weight, bias);
+    Gradient input = of_input ? Gradient::of_input(call_) : Gradient::none(call_.input);
+    Gradient weight = of_weight ? Gradient::of_weight(call_, weight_layout(of_weight->id, call_.problem))
+                                : Gradient::none(call_.input);
+    const Tensor bias = empty(call_.input, of_bias ? call_.problem.out_channels : 0);
+    const GradientKernels* const all = of_input ? of_input : of_weight;
+    const bool together = !of_input || !of_weight || of_input == of_weight;
+    if (!together || !launch_all(*all, input, weight, bias)) {
+      if (of_weight) launch_weight(*of_weight, weight, bias, input);
+      if (of_input) launch_input(*of_input, input);
     }
     return {input.finish(), weight.finish(), bias};
   }
@@ -387,10 +389,16 @@ class Backward {
           name_);
   }
 
-  void launch_weight(const GradientKernels& kernels, const Gradient& gradient, const Tensor& bias) const {
+  void launch_weight(const GradientKernels& kernels, const Gradient& gradient, const Tensor& bias,
+                     const Gradient& input) const {
     const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr();
-    const Tensor sums = workspace(call_.input, kernels.weight_workspace(call_.problem, grad, x, nullptr));
-    check(kernels.weight(call_.problem, grad, x, gradient.data(), data(bias), sums.mutable_data_ptr(), scope_.stream()),
+    const int64_t bytes = kernels.weight_workspace(call_.problem, grad, x, nullptr);
+    std::optional<Tensor> sums;
+    if (input.data() == nullptr || bytes > call_.problem.in_elements() * call_.problem.element_size()) {
+      sums = workspace(call_.input, bytes);
+    }
+    check(kernels.weight(call_.problem, grad, x, gradient.data(), data(bias),
+                         sums ? sums->mutable_data_ptr() : input.data(), scope_.stream()),
           name_);
   }
 
@@ -412,13 +420,9 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
                         groups, dilation, allow_tf32);
   call.problem.has_bias = mask[2];
   Backward backward(name.c_str(), scope, call, grad_output);
-  const auto make = [&](const GradientKernels* kernels, int64_t bits, bool together) {
-    return kernels ? backward.make(*kernels, bits, together) : backward.make_by_aten(input, bits);
-  };
   Gradients gradients{empty(input, 0), empty(input, 0), empty(input, 0)};
   int64_t missing = (mask[0] ? kInputBit : 0) | (mask[1] ? kWeightBit : 0) | (mask[2] ? kBiasBit : 0);
-  const auto take = [&](const GradientKernels* kernels, int64_t bits, bool together) {
-    const Gradients made = make(kernels, bits, together);
+  const auto take = [&](const Gradients& made, int64_t bits) {
     for (int i = 0; i < 3; ++i) {
       if (bits >> i & 1) gradients[i] = made[i];
     }
@@ -435,19 +439,21 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
     return gradient_kernels(choose(
         operation, call.problem, scope,
         [&](const Candidate& candidate) {
-          make(gradient_kernels(candidate), in_one_pass(candidate) ? of_input | of_weight : bits, true);
+          const GradientKernels* const kernels = gradient_kernels(candidate);
+          const int64_t made = in_one_pass(candidate) ? of_input | of_weight : bits;
+          if (!kernels) return backward.make_by_aten(input, made);
+          return backward.make(made & kInputBit ? kernels : nullptr, made & kWeightBit ? kernels : nullptr,
+                               made & kBiasBit);
         },
         [&](const Candidate& candidate) { return in_one_pass(candidate) ? 0.5 : 1.0; }));
   };
   const GradientKernels* const by_input = planned(Operation::kInputGradient, of_input);
   const GradientKernels* const by_weight = planned(Operation::kWeightGradient, of_weight);
-  if (by_input && by_input == by_weight) {
-    take(by_input, of_input | of_weight, true);
-  } else {
-    if (by_input) take(by_input, of_input, !both);
-    if (by_weight) take(by_weight, of_weight, !both);
+  if (by_input || by_weight) {
+    const int64_t bits = (by_input ? of_input : 0) | (by_weight ? of_weight : 0);
+    take(backward.make(by_input, by_weight, bits & kBiasBit), bits);
   }
-  if (missing != 0) take(nullptr, missing, true);
+  if (missing != 0) take(backward.make_by_aten(input, missing), missing);
   return {gradients[0], gradients[1], gradients[2]};
 }
 

@@ -67,14 +67,16 @@ class HeadsBias {
 #pragma unroll 1
     for (int item = warp; item < p.bias_items; item += kHeadsGradientWarps) {
       const Lane own(p, item, lane);
-      float sum = 0;
+      double sum = 0;  // by rows: equal terms of float32 round alike
       for (int d = begin[0]; d < end[0]; ++d) {
 #pragma unroll 1
         for (int h = begin[1] + own.part; h < end[1]; h += p.bias_parts) {
+          float row = 0;
           const T* from =
               grads + ((own.plane * p.axis[0].grads + d) * p.axis[1].grads + h) * p.row_pitch + p.lead + own.channel;
 #pragma unroll 4
-          for (int w = begin[2] + own.first; w < end[2]; w += own.step) sum += to_accumulator(from[w * p.column]);
+          for (int w = begin[2] + own.first; w < end[2]; w += own.step) row += to_accumulator(from[w * p.column]);
+          sum += row;
         }
       }
       if (own.exists) sums[item * 32 + lane] += sum;

@@ -16,9 +16,10 @@ cudaError_t probe_image();
 cudaError_t launch_activation(const Problem& problem, void* output, cudaStream_t stream);
 
 // output = conv_transpose(input, weight) + bias, every dtype, layout and parameter; `bias` may be null. It also
-// applies the problem's activation; the kernels below apply those that is_rectifier() (core/activation.h) names. Float32 is true float32, float16 and bfloat16 accumulate in float32 and round
-// once. cudaErrorNotSupported: an attribute or a kernel's extent of 2^29 or more, or batch, channels, depth or height
-// of 2^30 or more; tensors and the last axis may be larger.
+// applies the problem's activation; the kernels below apply those that is_rectifier() (core/activation.h) names.
+// Float32 is true float32, float16 and bfloat16 accumulate in float32 and round once. cudaErrorNotSupported: an
+// attribute or a kernel's extent of 2^29 or more, or batch, channels, depth or height of 2^30 or more; tensors and the
+// last axis may be larger.
 cudaError_t launch_gather(const Problem& problem, const void* input, const void* weight, const void* bias, void* output,
                           cudaStream_t stream);
 
@@ -157,7 +158,8 @@ cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* gra
 
 // The input's gradient of a layer without strides, by the forward kernels (core/mirrored_gradient.h); compute
 // capability 9.0. The workspace is aligned to 256 bytes.
-int64_t mirrored_input_gradient_workspace(const Problem& problem);
+int64_t mirrored_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                          const void* weight);
 cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                            void* grad_input, void* workspace, cudaStream_t stream);
 

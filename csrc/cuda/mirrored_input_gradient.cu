@@ -41,15 +41,14 @@ int64_t turned_bytes(const Problem& problem) {
 
 }  // namespace
 
-int64_t mirrored_input_gradient_workspace(const Problem& problem) {
+int64_t mirrored_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
+                                          const void* /*weight*/) {
   const Problem mirrored = mirrored_problem(problem);
-  // A tensor that is not aligned needs most.
-  const void* const unaligned = reinterpret_cast<const void*>(1);
   switch (mirrored_family(mirrored)) {
     case MirroredFamily::kPhaseTma:
-      return turned_bytes(problem) + phase_tma_workspace(mirrored, unaligned);
+      return turned_bytes(problem) + phase_tma_workspace(mirrored, grad_output);
     case MirroredFamily::kPhaseTf32:
-      return turned_bytes(problem) + phase_tf32_workspace(mirrored, unaligned);
+      return turned_bytes(problem) + phase_tf32_workspace(mirrored, grad_output);
     default:
       return turned_bytes(problem) + flat_gemm_workspace(mirrored);
   }
