@@ -64,6 +64,8 @@ ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, 
   p.hand_over = single ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
   p.ring = t.ring, p.staging = t.staging, p.terms = t.terms, p.offsets = t.offsets, p.barriers = t.barriers;
   set_store(problem, p);
+  p.rectify = rectifier(problem);
+  p.negative_slope = p.rectify.floor == 0 ? 0 : p.rectify.slope;
   return p;
 }
 
@@ -163,7 +165,8 @@ cudaError_t pack_tensors(const Problem& problem, void* workspace, const void*& i
 template <typename T, int kTaps, int kColumns>
 cudaError_t launch_kernel(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const CUtensorMap& inputs,
                           const CUtensorMap& weights, bool after_packing, cudaStream_t stream) {
-  const auto kernel = shuffle_gemm_kernel<T, kTaps, kColumns>;
+  const auto kernel =
+      p.rectify.on ? shuffle_gemm_kernel<T, kTaps, kColumns, true> : shuffle_gemm_kernel<T, kTaps, kColumns, false>;
   int resident = 0;
   const cudaError_t error = count_resident_blocks(kernel, kShuffleGemmThreads, t.shared_bytes,
                                                   static_cast<int>(kShuffleGemmShared), resident);

@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_item(const ShuffleGemmParams& p, uint32
 }
 
 // Makes all items' outputs. Two warpgroups.
-template <typename T, bool kContiguous, int kTaps, int kColumns>
+template <typename T, bool kContiguous, int kTaps, int kColumns, bool kRectify>
 __device__ __forceinline__ void make_items(const ShuffleGemmParams& p, uint32_t base) {
   const ShuffleGemmBarriers barriers{base + p.barriers};
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
@@ -207,9 +207,9 @@ __device__ __forceinline__ void make_items(const ShuffleGemmParams& p, uint32_t 
     const uint32_t terms = base + p.terms + part * (kColumns * 4), offsets = base + p.offsets + part * (kColumns * 2);
     uint32_t mark;
     if constexpr (kContiguous) {
-      mark = store_rows<T, kTaps, kColumns>(p, sum, staging, terms, offsets, tile, item.block, warpgroup);
+      mark = store_rows<T, kTaps, kColumns, kRectify>(p, sum, staging, terms, offsets, tile, item.block, warpgroup);
     } else {
-      mark = store_pixels<T, kColumns>(p, sum, staging, terms, offsets, tile, item.block);
+      mark = store_pixels<T, kColumns, kRectify>(p, sum, staging, terms, offsets, tile, item.block);
     }
     if (any_of_warpgroup(warpgroup, is_marked(mark))) {
       repair_tile<T, kContiguous, kColumns>(p, tile, item.group, item.block);
@@ -218,7 +218,7 @@ __device__ __forceinline__ void make_items(const ShuffleGemmParams& p, uint32_t 
 }
 
 // kTaps: of the last axis; 0: channels_last.
-template <typename T, int kTaps, int kColumns>
+template <typename T, int kTaps, int kColumns, bool kRectify>
 __global__ void __launch_bounds__(kShuffleGemmThreads, 1)
     shuffle_gemm_kernel(const __grid_constant__ CUtensorMap inputs, const __grid_constant__ CUtensorMap weights,
                         const __grid_constant__ ShuffleGemmParams p) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kShuffleGemmThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     asm volatile("bar.sync 8, 384;" ::: "memory");
-    make_items<T, kContiguous, kTaps, kColumns>(p, base);
+    make_items<T, kContiguous, kTaps, kColumns, kRectify>(p, base);
   }
 #endif
 }

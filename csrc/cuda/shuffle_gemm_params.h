@@ -4,6 +4,7 @@
 #include "../core/shuffle_gemm.h"
 #include "device/fast_divide.h"
 #include "params.h"
+#include "rectifier.h"
 
 namespace fastconvt::cuda {
 
@@ -35,6 +36,8 @@ struct ShuffleGemmParams {
   int64_t depth_tap, height_tap;  // of outputs, from a tap to the next one
   int width_tap;
   int64_t plane;  // contiguous: outputs of a channel
+  Rectifier rectify;
+  float negative_slope;  // of `rectify`, also where it has a floor
 };
 
 // The outputs of an item: a pair of tiles of positions, by a block of columns of a group.

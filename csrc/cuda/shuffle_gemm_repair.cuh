@@ -23,7 +23,7 @@ __device__ __noinline__ T make_output(const ShuffleGemmParams& p, int n, int pos
     sum +=
         double(to_accumulator(static_cast<const T*>(p.bias)[group * p.group_out + (kContiguous ? quotient : column)]));
   }
-  return from_accumulator<T>(static_cast<float>(sum));
+  return from_accumulator<T>(p.rectify(static_cast<float>(sum)));
 }
 
 template <bool kContiguous>

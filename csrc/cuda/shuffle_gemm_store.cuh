@@ -52,6 +52,18 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return word;
 }
 
+// Two outputs: of sums and what bias adds to them. A floor would hide negative infinity from repair_tile(); a slope of
+// 0 does not: their product is NaN, which fmaxf() ignores.
+template <typename T, bool kRectify>
+__device__ __forceinline__ uint32_t make_pair(const ShuffleGemmParams& p, float low, float high, const float2& term) {
+  low += term.x, high += term.y;
+  if constexpr (kRectify) {
+    low = fmaxf(low, fmaf(low, p.negative_slope, 0.f));  // 0, not -0
+    high = fmaxf(high, fmaf(high, p.negative_slope, 0.f));
+  }
+  return round_pair<T>(low, high);
+}
+
 // NaN in `mark` remembers that a pair was not finite; it begins with 0.
 template <typename T>
 __device__ __forceinline__ void mark_not_finite(uint32_t& mark, uint32_t pair) {
@@ -138,7 +150,7 @@ struct StagedRows {
 };
 
 // Returns a mark of what is not finite.
-template <typename T, int kTaps, int kColumns>
+template <typename T, int kTaps, int kColumns, bool kRectify>
 __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
                                                uint32_t staging, uint32_t terms, uint32_t offsets, int tile, int block,
                                                int warpgroup) {
@@ -173,7 +185,7 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
       for (int half = 0; half < 2; ++half) {
         const int element = (position + 8 * half) * kTaps + at % kTaps;
         store_shared(staging + Staged::place(at / kTaps, element / 8) + element % 8 * 2,
-                     round_pair<T>(s[2 * half] + term[j].x, s[2 * half + 1] + term[j].y));
+                     make_pair<T, kRectify>(p, s[2 * half], s[2 * half + 1], term[j]));
       }
     }
     meet_warpgroup(warpgroup);
@@ -210,7 +222,7 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
 }
 
 // channels_last: 8 positions of a warp by up to 128 columns at a time.
-template <typename T, int kColumns>
+template <typename T, int kColumns, bool kRectify>
 __device__ __forceinline__ uint32_t store_pixels(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
                                                  uint32_t staging, uint32_t terms, uint32_t offsets, int tile,
                                                  int block) {
@@ -244,7 +256,7 @@ __device__ __forceinline__ uint32_t store_pixels(const ShuffleGemmParams& p, con
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float (&s)[4] = sum[part * kVectors + j + i];
-          words[i] = round_pair<T>(s[2 * half] + term[j + i].x, s[2 * half + 1] + term[j + i].y);
+          words[i] = make_pair<T, kRectify>(p, s[2 * half], s[2 * half + 1], term[j + i]);
         }
         store_matrices(to + ((j + lane / 8) ^ lane % 8) * 16, words);
       }
