@@ -202,7 +202,8 @@ def activation_gradient(activation, alpha, grad_output, conv, output):
     if activation in OF_OUTPUT and not (activation == "leaky_relu" and alpha < 0):
         return OF_OUTPUT[activation](grad_output, output, alpha)
     leaf = conv.detach().requires_grad_()
-    return torch.autograd.grad(ACTIVATIONS[activation](leaf, alpha), leaf, grad_output)[0]
+    activated = F.hardswish(leaf) if activation == "hardswish" else ACTIVATIONS[activation](leaf, alpha)
+    return torch.autograd.grad(activated, leaf, grad_output)[0]
 
 
 def gradients_rule(grad_output, input, weight, stride=1, padding=0, output_padding=0, groups=1, dilation=1, tf32=False):
