@@ -14,6 +14,7 @@
 #include "gemm_weight_gradient.h"
 #include "gradient_gemm.h"
 #include "problem.h"
+#include "tf32_gradients.h"
 
 namespace fastconvt {
 
@@ -261,24 +262,13 @@ BoxesTf32Plan boxes_tf32_plan_of(const Problem& p, int input_tiles, int weight_t
     t.input_blocks = static_cast<int>(std::min<int64_t>(input, t.items * input_splits));
     t.blocks = t.input_blocks + static_cast<int>(kWeight ? std::min<int64_t>(others, t.kinds * splits) : 0);
   };
-  if (!kInput || !kWeight) {
-    consider(kInput ? kProcessors : 0);
-  } else {
-    for (int input = 2; input < kProcessors; input += 2) consider(input);
-  }
+  divide_processors<kInput, kWeight>(kProcessors, consider);
   return t;
 }
 
 template <bool kInput, bool kWeight>
 BoxesTf32Plan boxes_tf32_plan(const Problem& p) {
-  BoxesTf32Plan best;
-  for (int tiles = 8; tiles <= 32; tiles *= 2) {
-    if (tiles > 8 && p.in_channels <= 4 * tiles) break;
-    if (tiles == 16 && p.in_channels % 256 == 0) continue;  // wider blocks are faster
-    const BoxesTf32Plan t = boxes_tf32_plan_of<kInput, kWeight>(p, tiles, tiles);
-    if (t.blocks > 0 && (best.blocks == 0 || t.clocks < best.clocks)) best = t;
-  }
-  return best;
+  return fastest_tiles(p, [&](int tiles) { return boxes_tf32_plan_of<kInput, kWeight>(p, tiles, tiles); });
 }
 
 // Outputs of a channel beyond those that counted taps (see gemm_weight_counts()) meet; -1: too many.

@@ -50,9 +50,13 @@ inline A opaque(A constant) {
 template <class A>
 constexpr A kLowest = A(1) - Bits<A>::kBias;
 
-// exp(x) for x <= 0 or NaN, at least the smallest normal number; `lowest` is opaque(kLowest<A>).
+// exp(x) for x <= 0 or NaN is scale * (1 + rest); `lowest` is opaque(kLowest<A>).
 template <class A>
-inline A exp_nonpositive(A x, A lowest) {
+struct ExpParts {
+  A scale, rest;
+};
+template <class A>
+inline ExpParts<A> exp_parts(A x, A lowest) {
   using B = Bits<A>;
   using U = typename B::Type;
   constexpr int kTerms = sizeof(B::kExp2) / sizeof(A);
@@ -65,7 +69,14 @@ inline A exp_nonpositive(A x, A lowest) {
   A power = B::kExp2[kTerms - 1];
 #pragma GCC unroll 16
   for (int k = kTerms - 2; k >= 0; --k) power = power * fraction + B::kExp2[k];
-  return (power * fraction + A(1)) * bit_cast<A>(bit_cast<U>(shifted) << B::kMantissa);
+  return {bit_cast<A>(bit_cast<U>(shifted) << B::kMantissa), power * fraction};
+}
+
+// exp(x) for x <= 0 or NaN, at least the smallest normal number.
+template <class A>
+inline A exp_nonpositive(A x, A lowest) {
+  const ExpParts<A> of = exp_parts(x, lowest);
+  return (of.rest + A(1)) * of.scale;
 }
 
 // exp(x) for any x.

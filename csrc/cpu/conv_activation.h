@@ -6,19 +6,8 @@
 // exp(x) - 1 for x <= 0 or NaN, with a small relative error also near 0.
 template <class A>
 inline A expm1_nonpositive(A x, A lowest) {
-  using B = Bits<A>;
-  using U = typename B::Type;
-  constexpr int kTerms = sizeof(B::kExp2) / sizeof(A);
-  constexpr A kShift = A(U(3) << (B::kMantissa - 1)) + B::kBias;
-  A log2 = x * A(1.4426950408889634);
-  log2 = log2 < lowest ? lowest : log2;  // keeps NaN
-  const A shifted = log2 + kShift;
-  const A fraction = log2 - (shifted - kShift);
-  A power = B::kExp2[kTerms - 1];
-#pragma GCC unroll 16
-  for (int k = kTerms - 2; k >= 0; --k) power = power * fraction + B::kExp2[k];
-  const A scale = bit_cast<A>(bit_cast<U>(shifted) << B::kMantissa);
-  return scale * (power * fraction) + (scale - A(1));
+  const ExpParts<A> of = exp_parts(x, lowest);
+  return of.scale * of.rest + (of.scale - A(1));
 }
 
 template <class A>

@@ -3,26 +3,10 @@
 
 #include "../core/boxes_tf32_gradients.h"
 #include "boxes_tf32_gradients.cuh"
-#include "launchers.h"
-#include "tensor_map.h"
+#include "tf32_gradients.h"
 
 namespace fastconvt::cuda {
 namespace {
-
-struct BoxesTensors {
-  const void *grad_output, *input, *weight;
-  void *grad_input, *grad_weight, *grad_bias;
-
-  // Null pointers are.
-  bool aligned() const {
-    uintptr_t bits = 0;
-    for (const void* x :
-         {grad_output, input, weight, static_cast<const void*>(grad_input), static_cast<const void*>(grad_weight)}) {
-      bits |= reinterpret_cast<uintptr_t>(x);
-    }
-    return bits % 16 == 0;
-  }
-};
 
 // Partial sums of the weight, of the input, of the bias.
 struct BoxesWorkspace {
@@ -57,7 +41,7 @@ BoxesUnitParams make_unit(const Problem& problem, const BoxesUnit& u, int& chann
   return p;
 }
 
-BoxesTf32Params make_boxes_params(const Problem& problem, const BoxesTf32Plan& t, const BoxesTensors& of,
+BoxesTf32Params make_boxes_params(const Problem& problem, const BoxesTf32Plan& t, const GradientTensors& of,
                                   char* workspace) {
   BoxesTf32Params p{};
   const auto i = [](int64_t x) { return static_cast<int>(x); };
@@ -102,34 +86,18 @@ BoxesTf32Params make_boxes_params(const Problem& problem, const BoxesTf32Plan& t
   return p;
 }
 
-// Copies round to TF32. Sizes and boxes are width, height, depth, channels, batch.
-bool make_map(const void* data, const int64_t (&size)[5], const int (&box)[5], CUtensorMapSwizzle swizzle,
-              CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return false;
-  cuuint64_t dims[5], pitches[4], pitch = 4;
-  cuuint32_t boxes[5] = {}, steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < 5; ++i) {
-    dims[i] = static_cast<cuuint64_t>(size[i]), boxes[i] = static_cast<cuuint32_t>(box[i]);
-    if (i > 0) pitches[i - 1] = pitch;
-    pitch *= dims[i];
-  }
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, 5, const_cast<void*>(data), dims, pitches, boxes, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 bool make_boxes_maps(const Problem& problem, const BoxesTf32Plan& t, const BoxesTf32Params& p, BoxesTf32Maps& maps) {
   const Axis *depth = &problem.axis[0], *height = &problem.axis[1], *width = &problem.axis[2];
   const int64_t grads[5] = {width->out(), height->out(), depth->out(), problem.out_channels, problem.batch};
   const auto grads_map = [&](const BoxesUnit& u, CUtensorMap& map) {
-    return make_map(p.grad_output, grads, {u.span[0], u.span[1], u.span[2], u.channels, u.box[3]},
-                    CU_TENSOR_MAP_SWIZZLE_NONE, map);
+    return make_tf32_map(p.grad_output, grads, {u.span[0], u.span[1], u.span[2], u.channels, u.box[3]},
+                         CU_TENSOR_MAP_SWIZZLE_NONE, map);
   };
   if (p.grad_input != nullptr) {
     const int64_t lines[5] = {p.inner, p.in_channels, 1, 1, 1};
     if (!grads_map(t.input, maps.grads_of_chunk) ||
-        !make_map(p.weight_tensor, lines, {32, t.input_tiles * 8, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, maps.weights)) {
+        !make_tf32_map(p.weight_tensor, lines, {32, t.input_tiles * 8, 1, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
+                       maps.weights)) {
       return false;
     }
   }
@@ -137,8 +105,8 @@ bool make_boxes_maps(const Problem& problem, const BoxesTf32Plan& t, const Boxes
   const int64_t inputs[5] = {p.flat ? int64_t{p.image} : width->in, p.flat ? 1 : height->in, p.flat ? 1 : depth->in,
                              problem.in_channels, problem.batch};
   return grads_map(t.weight, maps.grads_of_rows) &&
-         make_map(p.input_tensor, inputs, {t.weight.positions, 1, 1, t.weight_tiles * 8, 1},
-                  t.weight.positions == 32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, maps.inputs);
+         make_tf32_map(p.input_tensor, inputs, {t.weight.positions, 1, 1, t.weight_tiles * 8, 1},
+                       t.weight.positions == 32 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, maps.inputs);
 }
 
 template <int kInputTiles, int kWeightTiles>
@@ -150,14 +118,6 @@ cudaError_t launch_tiles(const BoxesTf32Params& p, const BoxesTf32Maps& maps, cu
   const int64_t stages = std::max(int64_t{p.stages} * p.stage_bytes, int64_t{p.weight_stages} * p.weight_stage_bytes);
   return launch_early(kernel, dim3(static_cast<unsigned>(p.blocks)), kBoxesThreads, 1024 + kBoxesHeader + stages,
                       stream, p, maps);
-}
-cudaError_t launch_plan(const BoxesTf32Plan& t, const BoxesTf32Params& p, const BoxesTf32Maps& maps,
-                        cudaStream_t stream) {
-  if (t.input_tiles == 8) return launch_tiles<8, 8>(p, maps, stream);
-  if (t.input_tiles == 16) {
-    return t.weight_tiles == 16 ? launch_tiles<16, 16>(p, maps, stream) : launch_tiles<16, 32>(p, maps, stream);
-  }
-  return t.weight_tiles == 16 ? launch_tiles<32, 16>(p, maps, stream) : launch_tiles<32, 32>(p, maps, stream);
 }
 
 BoxesParts parts_of(const float* parts, float* sums, int64_t elements, int count) {
@@ -179,62 +139,58 @@ cudaError_t launch_boxes_reduction(const BoxesTf32Params& p, cudaStream_t stream
 }
 
 // cudaErrorNotSupported: a tensor is not aligned.
-cudaError_t launch_boxes(const Problem& problem, const BoxesTensors& of, void* workspace, cudaStream_t stream) {
+cudaError_t launch_boxes(const Problem& problem, const GradientTensors& of, void* workspace, cudaStream_t stream) {
   if (!boxes_tf32_refusal(problem).empty() || !of.aligned()) return cudaErrorNotSupported;
   if (of.grad_bias != nullptr && !problem.has_bias) return cudaErrorNotSupported;
   const BoxesTf32Plan& t = boxes_plan_of(problem, of.grad_input != nullptr, of.grad_weight != nullptr);
   const BoxesTf32Params p = make_boxes_params(problem, t, of, static_cast<char*>(workspace));
   BoxesTf32Maps maps{};
   if (!make_boxes_maps(problem, t, p, maps)) return cudaErrorNotSupported;
-  const cudaError_t error = launch_plan(t, p, maps, stream);
+  const cudaError_t error = dispatch_tiles(t, [&](auto input, auto weight) {
+    return launch_tiles<decltype(input)::value, decltype(weight)::value>(p, maps, stream);
+  });
   return error == cudaSuccess ? launch_boxes_reduction(p, stream) : error;
 }
 
+struct Boxes {
+  static int64_t bytes(const Problem& problem, bool input, bool weight) {
+    return BoxesWorkspace(problem, boxes_plan_of(problem, input, weight)).bytes;
+  }
+  static cudaError_t launch(const Problem& problem, const GradientTensors& of, void* workspace, cudaStream_t stream) {
+    return launch_boxes(problem, of, workspace, stream);
+  }
+};
+using Launchers = Tf32Launchers<Boxes>;
+
 }  // namespace
 
-// Tensors that are not aligned are left to the gradients by matrix products.
 int64_t boxes_tf32_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
                                             const void* weight) {
-  const bool aligned = BoxesTensors{grad_output, nullptr, weight, nullptr, nullptr, nullptr}.aligned();
-  return aligned ? BoxesWorkspace(problem, boxes_plan_of(problem, true, false)).bytes
-                 : gemm_input_gradient_workspace(problem, grad_output, nullptr, weight);
+  return Launchers::input_workspace(problem, grad_output, weight);
 }
 
 cudaError_t launch_boxes_tf32_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                              void* grad_input, void* workspace, cudaStream_t stream) {
-  const BoxesTensors of{grad_output, nullptr, weight, grad_input, nullptr, nullptr};
-  if (!BoxesTensors{grad_output, nullptr, weight, nullptr, nullptr, nullptr}.aligned()) {
-    return launch_gemm_input_gradient(problem, grad_output, weight, grad_input, workspace, stream);
-  }
-  return launch_boxes(problem, of, workspace, stream);
+  return Launchers::input(problem, grad_output, weight, grad_input, workspace, stream);
 }
 
 int64_t boxes_tf32_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
                                              const void* /*weight*/) {
-  const bool aligned = BoxesTensors{grad_output, input, nullptr, nullptr, nullptr, nullptr}.aligned();
-  return aligned ? BoxesWorkspace(problem, boxes_plan_of(problem, false, true)).bytes
-                 : gemm_weight_gradient_workspace(problem, grad_output, input, nullptr);
+  return Launchers::weight_workspace(problem, grad_output, input);
 }
 
 cudaError_t launch_boxes_tf32_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                               void* grad_weight, void* grad_bias, void* workspace,
                                               cudaStream_t stream) {
-  const BoxesTensors of{grad_output, input, nullptr, nullptr, grad_weight, grad_bias};
-  if (!BoxesTensors{grad_output, input, nullptr, nullptr, nullptr, nullptr}.aligned()) {
-    return launch_gemm_weight_gradient(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
-  }
-  return launch_boxes(problem, of, workspace, stream);
+  return Launchers::weight(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
 }
 
-int64_t boxes_tf32_gradients_workspace(const Problem& problem) {
-  return BoxesWorkspace(problem, boxes_plan_of(problem, true, true)).bytes;
-}
+int64_t boxes_tf32_gradients_workspace(const Problem& problem) { return Boxes::bytes(problem, true, true); }
 
 cudaError_t launch_boxes_tf32_gradients(const Problem& problem, const void* grad_output, const void* input,
                                         const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
                                         void* workspace, cudaStream_t stream) {
-  if (grad_input == nullptr || grad_weight == nullptr) return cudaErrorNotSupported;
-  return launch_boxes(problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias}, workspace, stream);
+  return Launchers::all(problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias}, workspace, stream);
 }
 
 }  // namespace fastconvt::cuda

@@ -4,26 +4,10 @@
 #include <algorithm>
 
 #include "../core/pairs_tf32_gradients.h"
-#include "launchers.h"
-#include "tensor_map.h"
+#include "tf32_gradients.h"
 
 namespace fastconvt::cuda {
 namespace {
-
-struct Tensors {
-  const void *grad_output, *input, *weight;
-  void *grad_input, *grad_weight, *grad_bias;
-
-  // Null pointers are.
-  bool aligned() const {
-    uintptr_t bits = 0;
-    for (const void* x :
-         {grad_output, input, weight, static_cast<const void*>(grad_input), static_cast<const void*>(grad_weight)}) {
-      bits |= reinterpret_cast<uintptr_t>(x);
-    }
-    return bits % 16 == 0;
-  }
-};
 
 // Partial sums of the weight, then of the bias.
 struct Workspace {
@@ -40,7 +24,8 @@ const PairsTf32Plan& plan_of(const Problem& problem, bool input, bool weight) {
   return input ? last_result<pairs_tf32_plan<true, true>>(problem) : last_result<pairs_tf32_plan<false, true>>(problem);
 }
 
-PairsTf32Params make_params(const Problem& problem, const PairsTf32Plan& t, const Tensors& of, char* workspace) {
+PairsTf32Params make_params(const Problem& problem, const PairsTf32Plan& t, const GradientTensors& of,
+                            char* workspace) {
   PairsTf32Params p{};
   const auto i = [](int64_t x) { return static_cast<int>(x); };
   p.width = i(problem.axis[2].in), p.height = i(problem.axis[1].in), p.depth = i(problem.axis[0].in);
@@ -66,28 +51,14 @@ PairsTf32Params make_params(const Problem& problem, const PairsTf32Plan& t, cons
   return p;
 }
 
-// Copies round to TF32. `width` is that of the tensor; boxes are width, height, depth, channels.
-bool make_map(const void* data, const int64_t (&size)[5], const int (&box)[4], bool wide, CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return false;
-  cuuint64_t dims[5], pitches[4], pitch = 4;
-  cuuint32_t boxes[5] = {}, steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < 5; ++i) {
-    dims[i] = static_cast<cuuint64_t>(size[i]), boxes[i] = i < 4 ? static_cast<cuuint32_t>(box[i]) : 1;
-    if (i > 0) pitches[i - 1] = pitch;
-    pitch *= dims[i];
-  }
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32, 5, const_cast<void*>(data), dims, pitches, boxes, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 bool make_maps(const Problem& problem, const PairsTf32Plan& t, const PairsTf32Params& p, PairsTf32Maps& maps) {
   const Axis *depth = &problem.axis[0], *height = &problem.axis[1], *width = &problem.axis[2];
   const int64_t grads[5] = {width->out(), height->out(), depth->out(), problem.out_channels, problem.batch};
   const int kh = static_cast<int>(height->kernel), kd = static_cast<int>(depth->kernel);
   if (p.grad_input != nullptr) {
-    if (!make_map(p.grad_output, grads, {32, kh, kd, p.chunk_channels}, true, maps.grads_of_chunk)) return false;
+    if (!make_tf32_map(p.grad_output, grads, {32, kh, kd, p.chunk_channels, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
+                       maps.grads_of_chunk))
+      return false;
     const cuuint64_t dims[2] = {static_cast<cuuint64_t>(p.inner), static_cast<cuuint64_t>(p.in_channels)},
                      pitches[1] = {dims[0] * 4};
     const cuuint32_t box[2] = {32, static_cast<cuuint32_t>(t.input_tiles * 8)}, steps[2] = {1, 1};
@@ -100,8 +71,10 @@ bool make_maps(const Problem& problem, const PairsTf32Plan& t, const PairsTf32Pa
   if (p.grad_weight == nullptr) return true;
   const int64_t inputs[5] = {p.flat ? int64_t{p.image} : width->in, p.flat ? 1 : height->in, p.flat ? 1 : depth->in,
                              problem.in_channels, problem.batch};
-  return make_map(p.grad_output, grads, {32, kh, kd, p.row_channels}, true, maps.grads_of_rows) &&
-         make_map(p.input, inputs, {t.wide ? 32 : 16, 1, 1, t.weight_tiles * 8}, t.wide, maps.inputs);
+  return make_tf32_map(p.grad_output, grads, {32, kh, kd, p.row_channels, 1}, CU_TENSOR_MAP_SWIZZLE_128B,
+                       maps.grads_of_rows) &&
+         make_tf32_map(p.input, inputs, {t.wide ? 32 : 16, 1, 1, t.weight_tiles * 8, 1},
+                       t.wide ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, maps.inputs);
 }
 
 template <int kInputTiles, int kWeightTiles>
@@ -112,14 +85,6 @@ cudaError_t launch_tiles(const PairsTf32Params& p, const PairsTf32Maps& maps, cu
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   return launch_early(kernel, dim3(static_cast<unsigned>(p.blocks)), kPairsThreads, kShared, stream, p, maps);
-}
-cudaError_t launch_plan(const PairsTf32Plan& t, const PairsTf32Params& p, const PairsTf32Maps& maps,
-                        cudaStream_t stream) {
-  if (t.input_tiles == 8) return launch_tiles<8, 8>(p, maps, stream);
-  if (t.input_tiles == 16) {
-    return t.weight_tiles == 16 ? launch_tiles<16, 16>(p, maps, stream) : launch_tiles<16, 32>(p, maps, stream);
-  }
-  return t.weight_tiles == 16 ? launch_tiles<32, 16>(p, maps, stream) : launch_tiles<32, 32>(p, maps, stream);
 }
 
 cudaError_t launch_reduction(const PairsTf32Params& p, cudaStream_t stream) {
@@ -134,63 +99,59 @@ cudaError_t launch_reduction(const PairsTf32Params& p, cudaStream_t stream) {
 }
 
 // cudaErrorNotSupported: a tensor is not aligned.
-cudaError_t launch(const Problem& problem, const Tensors& of, void* workspace, cudaStream_t stream) {
+cudaError_t launch_aligned(const Problem& problem, const GradientTensors& of, void* workspace, cudaStream_t stream) {
   if (!pairs_tf32_refusal(problem).empty() || !of.aligned()) return cudaErrorNotSupported;
   if (of.grad_bias != nullptr && !problem.has_bias) return cudaErrorNotSupported;
   const PairsTf32Plan& t = plan_of(problem, of.grad_input != nullptr, of.grad_weight != nullptr);
   const PairsTf32Params p = make_params(problem, t, of, static_cast<char*>(workspace));
   PairsTf32Maps maps{};
   if (!make_maps(problem, t, p, maps)) return cudaErrorNotSupported;
-  const cudaError_t error = launch_plan(t, p, maps, stream);
+  const cudaError_t error = dispatch_tiles(t, [&](auto input, auto weight) {
+    return launch_tiles<decltype(input)::value, decltype(weight)::value>(p, maps, stream);
+  });
   if (error != cudaSuccess || p.grad_weight == nullptr) return error;
   return launch_reduction(p, stream);
 }
 
+struct Pairs {
+  static int64_t bytes(const Problem& problem, bool input, bool weight) {
+    return Workspace(problem, plan_of(problem, input, weight)).bytes;
+  }
+  static cudaError_t launch(const Problem& problem, const GradientTensors& of, void* workspace, cudaStream_t stream) {
+    return launch_aligned(problem, of, workspace, stream);
+  }
+};
+using Launchers = Tf32Launchers<Pairs>;
+
 }  // namespace
 
-// Tensors that are not aligned are left to the gradients by matrix products.
 int64_t pairs_tf32_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
                                             const void* weight) {
-  const bool aligned = Tensors{grad_output, nullptr, weight, nullptr, nullptr, nullptr}.aligned();
-  return aligned ? Workspace(problem, plan_of(problem, true, false)).bytes
-                 : gemm_input_gradient_workspace(problem, grad_output, nullptr, weight);
+  return Launchers::input_workspace(problem, grad_output, weight);
 }
 
 cudaError_t launch_pairs_tf32_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                              void* grad_input, void* workspace, cudaStream_t stream) {
-  const Tensors of{grad_output, nullptr, weight, grad_input, nullptr, nullptr};
-  if (!Tensors{grad_output, nullptr, weight, nullptr, nullptr, nullptr}.aligned()) {
-    return launch_gemm_input_gradient(problem, grad_output, weight, grad_input, workspace, stream);
-  }
-  return launch(problem, of, workspace, stream);
+  return Launchers::input(problem, grad_output, weight, grad_input, workspace, stream);
 }
 
 int64_t pairs_tf32_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
                                              const void* /*weight*/) {
-  const bool aligned = Tensors{grad_output, input, nullptr, nullptr, nullptr, nullptr}.aligned();
-  return aligned ? Workspace(problem, plan_of(problem, false, true)).bytes
-                 : gemm_weight_gradient_workspace(problem, grad_output, input, nullptr);
+  return Launchers::weight_workspace(problem, grad_output, input);
 }
 
 cudaError_t launch_pairs_tf32_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                               void* grad_weight, void* grad_bias, void* workspace,
                                               cudaStream_t stream) {
-  const Tensors of{grad_output, input, nullptr, nullptr, grad_weight, grad_bias};
-  if (!Tensors{grad_output, input, nullptr, nullptr, nullptr, nullptr}.aligned()) {
-    return launch_gemm_weight_gradient(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
-  }
-  return launch(problem, of, workspace, stream);
+  return Launchers::weight(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
 }
 
-int64_t pairs_tf32_gradients_workspace(const Problem& problem) {
-  return Workspace(problem, plan_of(problem, true, true)).bytes;
-}
+int64_t pairs_tf32_gradients_workspace(const Problem& problem) { return Pairs::bytes(problem, true, true); }
 
 cudaError_t launch_pairs_tf32_gradients(const Problem& problem, const void* grad_output, const void* input,
                                         const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
                                         void* workspace, cudaStream_t stream) {
-  if (grad_input == nullptr || grad_weight == nullptr) return cudaErrorNotSupported;
-  return launch(problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias}, workspace, stream);
+  return Launchers::all(problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias}, workspace, stream);
 }
 
 }  // namespace fastconvt::cuda
