@@ -3,7 +3,7 @@
 A table is what ``python -m fastconvt.bench.tune`` writes: the time of every candidate for every problem. Printed are,
 for each operation, dtype and layout, the regret (the time of the plan's choice over that of the fastest candidate) and
 how far each candidate's cost is from its times; then the problems where the plan chooses worst. ``--fit`` fits cuDNN's
-rates, the constants of ``cudnn_cost`` in csrc/core/plan.cpp. Needs no GPU, but a C++ compiler and
+rates, the constants of ``cudnn_cost`` in csrc/core/cudnn_cost.h. Needs no GPU, but a C++ compiler and
 ``pip install fastconvt[test]``.
 """
 

@@ -150,10 +150,11 @@ def run_activation(case, tensors, grad, mask, device, options, activation, alpha
     if not asked:
         return
     y = harness.forward_act(case, *leaves, activation, alpha, allow_tf32=tf32)
-    found = iter(torch.autograd.grad(y, asked, grad))
     conv = harness.forward(case, x, w, b, allow_tf32=tf32)
-    through = reference.activation_gradient(activation, alpha, grad, conv, y.detach())
-    rule = reference.gradients_rule(through, x, w, *case.args, tf32=tf32)
+    through = functools.partial(reference.activation_gradient, activation, alpha, conv=conv, output=y.detach())
+    grad = reference.away_from_underflow(grad, through(grad))
+    found = iter(torch.autograd.grad(y, asked, grad))
+    rule = reference.gradients_rule(through(grad), x, w, *case.args, tf32=tf32)
     rule([next(found) if t is not None and t.requires_grad else None for t in leaves])
     TALLY["gradients through activations"] += 1
 

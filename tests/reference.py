@@ -45,6 +45,8 @@ OF_OUTPUT = {
 # h(v) = v * sigmoid(v + 3) / 6 is at most 0.1678 steep (at v = 2.03), its derivative at most 0.1029 (at v = -2.39).
 HARDSWISH_SLOPE = 0.17
 HARDSWISH_CURVATURE = 0.11
+# Products of anything at least this large with usual weights and inputs, and their parts in TF32, are normal numbers.
+SMALLEST_GRADIENT = 2.0**-96
 
 
 def per_axis(value, ndim):
@@ -326,6 +328,14 @@ def away_from_bounds(grad_output, input, weight, bias, subtrahend, *args, min=-1
     value = logsumexp_hardswish(input, weight, bias, subtrahend, *args, **open_range)
     near = ((value - min).abs() < margin) | ((value - max).abs() < margin)
     return grad_output.masked_fill(near, 0)
+
+
+def away_from_underflow(grad_output, gradient):
+    """grad_output with zeros where the gradient that an activation makes of it is so small that its products leave the
+    normal range of float32: tensor cores keep few of such a number's bits. gelu's derivative is that small from -12 on.
+    """
+    tiny = gradient.abs() < SMALLEST_GRADIENT
+    return grad_output.masked_fill(tiny, 0) if tiny.any() else grad_output  # with its own strides
 
 
 def _rule(expected, scales, dtype, pytorch, tf32, names):

@@ -412,3 +412,28 @@ def test_costs_against_a_table(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "regret of  11 problems 1.333, at most 1.33: forward, bfloat16, channels_last" in printed
     assert "{0.1, 1, 2, 3} [1. 1. 1.] 11: forward, bfloat16, channels_last" in printed
+
+
+def test_gradient_costs_against_results(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("pybind11")
+    costs = pytest.importorskip("benchmarks.gradient_costs")
+    if not costs.CORE.exists():
+        pytest.skip("csrc/core is not beside the tests")
+    core, table = costs.load_core(), tmp_path / "results.csv"
+    columns = ("suite", "layer", "mode", "precision", "layout", "ours_ms", "plan", "eager_ms", "eager_other_layout_ms")
+    rows = [",".join(columns)]
+    layers = [layer for layer in costs.load_suite("layers") if layer.dimensions == 2][:16]
+    for layer in layers:
+        expected = costs.Measured(core, layer, "bf16", "channels_last")
+        start = f"layers,{layer.name},backward,bf16,channels_last"
+        cost = expected.aten_cost
+        rows.append(f"{start},{2 * cost},{expected.choice},{cost},{3 * cost}")
+    table.write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr("sys.argv", ["gradient_costs", str(table), "--fit"])
+    costs.main()
+    printed = capsys.readouterr().out
+    assert "[1. 1. 1.] 100% of  16: bf16, channels_last" in printed
+    slower = [layer for layer in layers if f"  {layer.name} bf16 channels_last: " in printed]
+    left = [layer for layer in layers if costs.Measured(core, layer, "bf16", "channels_last").choice == "aten+aten"]
+    assert len(slower) + len(left) == 16
+    assert " of  16: bf16, contiguous" in printed  # from the other layout's column

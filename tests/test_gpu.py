@@ -260,6 +260,28 @@ def test_memory_beyond_the_output(case):
         assert extra <= 2 * w.nbytes + packed + (1 << 20), f"{name}: {extra / 2**20:.1f} MiB"
 
 
+GRADIENTS_MEMORY = [  # with what they may hold beyond the gradients, for a byte of the output's
+    (Case("", (4, 64, 300, 401), (64, 64, 3, 3), bias=False), torch.float32, 0),
+    (Case("", (16, 32, 16, 32, 64), (32, 16, 3, 5, 7), bias=False), torch.bfloat16, 1.5),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "share"), GRADIENTS_MEMORY, ids=["float32", "bfloat16"])
+def test_memory_beyond_the_gradients(case, dtype, share):
+    """What packs weights without strides does so where results will be; so does a sum for the other gradient."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have other kernels for these layers")
+    x, w, _ = case.tensors(dtype, CUDA)
+    grad = case.grad_output(dtype, CUDA)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = harness.backward(case, grad, x, w, (True, True, False))[:2]
+    extra = torch.cuda.max_memory_allocated() - before - sum(found.nbytes for found in grads)
+    assert extra <= share * grad.nbytes + 4096, f"{extra / 1e6:.3f} MB"
+    reference.gradients_rule(grad, x, w, *case.args)([*grads, None])
+
+
 def test_memory_of_the_chain_at_the_reference_size():
     case = Case("", (128, 3, 16, 32, 32), (3, 16, 3, 3, 3), 2, 1)
     arguments = chain_arguments(case)

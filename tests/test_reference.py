@@ -114,6 +114,14 @@ def test_rule_of_accuracy_for_gradients_finds_a_wrong_element():
             reference.assert_gradients_accurate(grads, grad, x, w, *case.args)
 
 
+def test_gradients_below_the_range_of_float32_are_not_measured():
+    conv, grad = torch.tensor([0.5, -3.0, -12.5, -13.8, torch.nan]), torch.ones(1).expand(5)
+    through = reference.activation_gradient("gelu", 0.0, grad, conv, None)
+    through[2:4] = torch.tensor([-3e-33, -1e-41])  # on a GPU; the CPU's is 0
+    assert reference.away_from_underflow(grad, through).tolist() == [1, 1, 0, 0, 1]
+    assert reference.away_from_underflow(grad, through[:2].repeat_interleave(5)[:5]) is grad
+
+
 def test_rule_of_accuracy_for_the_chain_finds_a_wrong_element():
     case = BY_NAME["reference_3d"]
     x, w, b = case.tensors()

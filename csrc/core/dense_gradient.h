@@ -23,11 +23,18 @@ inline void dense_input_gradient_finish(const Problem& p, DenseGradientTile& t) 
     t.chunks = ceil_div(t.planes, t.chunk_planes) * t.tap_blocks();
     t.steps = ceil_div(t.chunk_planes * taps, int64_t{2});
     t.weight_bytes = t.steps * t.warps_n * t.n_tiles * 32 * entry;
+    if (t.plain) {
+      dense_gradient_rows(p, t);
+      const int64_t rows = t.in_channels() * t.weight_row * 4;
+      if (t.made && t.steps * t.in_channels() * 4 > kDenseGradientEntries) return false;
+      t.weight_bytes = t.made ? std::max(t.weight_bytes, rows) : rows;  // operands stand in place of the rows
+    }
     t.resident = resident;
     t.totals = split && t.chunks > 1 && t.chunks * t.steps > 2 * kDenseGradientRun * t.warps_k;
     t.table_bytes = kDenseGradientBarriers +
                     round_up(8 * (t.axis[2].places() + t.lines() + t.positions + t.kinds * t.steps), int64_t{16}) +
-                    reduction + (t.totals ? dense_gradient_total_bytes(t) : 0);
+                    (t.plain ? round_up(8 * t.steps, int64_t{16}) : 0) + reduction +
+                    (t.totals ? dense_gradient_total_bytes(t) : 0);
     t.stage_bytes = t.chunk_planes * t.pitch * 16 + (resident ? 0 : t.weight_bytes);
     const int64_t fixed = t.table_bytes + (resident ? t.phases * t.chunks * t.weight_bytes : 0);
     t.stages = std::min((budget - fixed) / t.stage_bytes, kDenseGradientMaxStages);
@@ -36,21 +43,41 @@ inline void dense_input_gradient_finish(const Problem& p, DenseGradientTile& t) 
   };
   const bool once = p.groups == 1 && t.in_blocks == 1;
   for (int64_t planes = std::min<int64_t>(t.planes, 32); planes >= 1; planes = planes > 1 ? ceil_div(planes, 2) : 0) {
+    t.made = once && t.plain;
+    if (t.made && fit(planes, true)) return;
+    t.made = false;
     if (once && fit(planes, true)) return;
     if (fit(planes, false)) return;
   }
   t.stages = 0;
 }
 
-// Clocks of a block for a tile, about.
+// Clocks of a block for a tile, about; and how many of its warps copy, where these leave registers to the others.
+inline double dense_input_gradient_strict_cycles(const Problem& p, DenseGradientTile& t) {
+  const DenseClocks& clocks = kDenseInput;
+  const double rate = dense_gradient_vectors(p, t) ? kDensePlain : kDensePlainWords;
+  const double weights = t.resident ? 0 : double(t.weight_bytes) / rate;
+  const double product =
+      double(t.steps) / double(t.warps_k) * (t.made ? 1 : kDenseDirect) *
+      (double(t.m_tiles * t.n_tiles) * clocks.product + double(t.m_tiles + t.n_tiles) * clocks.operand);
+  const auto copies = [&]() {
+    const bool vector = p.layout == Layout::kChannelsLast;  // runs are aligned, rarely
+    return weights + dense_gradient_copies(clocks, t, t.places(), t.chunk_planes, vector);
+  };
+  t.producers = 4;
+  if (copies() > 0.64 * product) t.producers = 8;
+  return double(t.chunks) * dense_gradient_stage(clocks, t, copies(), product) + clocks.tile;
+}
 inline double dense_input_gradient_cycles(const Problem& p, DenseGradientTile& t) {
+  if (dense_gradient_split(p)) return dense_input_gradient_strict_cycles(p, t);
   const double chunks = double(t.chunks);
   const bool vector = p.layout == Layout::kChannelsLast || t.runs;
-  const double copies = dense_gradient_copies(p, t.places(), t.chunk_planes, vector) +
-                        (t.resident ? 0 : double(t.weight_bytes) / kDenseWeights);
-  const double product = double(t.steps) / double(t.warps_k) * dense_gradient_step(p, t, false);
-  // More warps that copy leave fewer registers to those that multiply.
-  t.producers = p.element_size() == 4 && (p.allow_tf32 || copies > product) ? 8 : 4;
+  const double rate = !t.plain || dense_gradient_vectors(p, t) ? kDenseWeights : kDensePlainWords;
+  t.producers = dense_gradient_producers(p.element_size());
+  const bool tf32 = t.producers == 8;  // as measured afterwards
+  const double copies = dense_gradient_copies(p, t.places(), t.chunk_planes, vector) * (tf32 ? 0.65 : 1) +
+                        (t.resident ? 0 : double(t.weight_bytes) / rate);
+  const double product = double(t.steps) / double(t.warps_k) * dense_gradient_step(p, t, false) * (tf32 ? 1.15 : 1);
   return chunks * dense_gradient_stage(t, copies, product) + kDenseTile;
 }
 
@@ -120,7 +147,9 @@ inline DenseGradientTile dense_input_gradient_tile(const Problem& p) {
       {4, 2, 1, 2, 4}, {2, 2, 2, 2, 4}, {1, 2, 4, 2, 4}, {2, 4, 1, 4, 4}, {2, 4, 1, 2, 4}, {8, 1, 1, 4, 1},
       {4, 1, 2, 4, 1}, {2, 1, 4, 4, 1}, {1, 1, 8, 4, 1}, {4, 1, 1, 4, 4}, {4, 1, 1, 2, 4}, {2, 1, 2, 2, 4},
       {1, 1, 4, 2, 4}, {2, 2, 1, 4, 4}, {1, 4, 1, 4, 4}, {1, 2, 2, 2, 4}, {4, 1, 1, 4, 1}, {1, 1, 4, 4, 1}};
-  return dense_input_gradient_best(p, {}, kShapes, dense_input_gradient_cycles);
+  DenseGradientTile first{};
+  first.plain = first.any_columns = p.element_size() == 4;
+  return dense_input_gradient_best(p, first, kShapes, dense_input_gradient_cycles);
 }
 
 // ---- The weight's gradient.
@@ -131,6 +160,11 @@ inline int64_t dense_weight_units(const Problem& p, const DenseGradientTile& t) 
 }
 inline int64_t dense_weight_kinds(const Problem& p, const DenseGradientTile& t) {
   return p.groups * t.in_blocks * t.chunks * t.tap_blocks();
+}
+
+// A block's sums in shared memory, a row for each input channel, before they are stored.
+inline int64_t dense_weight_row(const Problem& p, const DenseGradientTile& t) {
+  return t.chunk_planes * t.taps() * dense_granule(p) | 1;
 }
 
 inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t) {
@@ -150,36 +184,55 @@ inline void dense_weight_gradient_finish(const Problem& p, DenseGradientTile& t)
       std::min((dense_gradient_budget(p.element_size()) - t.table_bytes) / t.stage_bytes, kDenseGradientMaxStages);
   if (t.stages < 2) t.stages = 0;
   const int64_t reduction = (t.warps_k - 1) * t.warps_m * t.warps_n * t.m_tiles * t.n_tiles * 512;
-  t.shared_bytes = t.table_bytes + std::max(t.stages * t.stage_bytes, reduction);
+  const int64_t sums = t.in_channels() * dense_weight_row(p, t) * int64_t{sizeof(float)};
+  t.shared_bytes = t.table_bytes + std::max({t.stages * t.stage_bytes, reduction, sums});
+  if (t.shared_bytes > dense_gradient_budget(p.element_size())) t.stages = 0;
 }
 
-// Clocks of a block for a box, about.
-inline double dense_weight_gradient_cycles(const Problem& p, const DenseGradientTile& t) {
+// Clocks of a block for a box, about; and how many of its warps copy.
+inline double dense_weight_gradient_cycles(const Problem& p, DenseGradientTile& t) {
   const bool vector = p.layout == Layout::kChannelsLast;
-  const double copies =
-      dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
-      dense_gradient_copies(p, t.positions, t.in_channels() / dense_granule(p), vector || t.input_rows);
+  const int64_t planes = t.in_channels() / dense_granule(p);
+  const double copies = dense_gradient_copies(p, t.places(), t.chunk_planes, vector || t.runs) +
+                        dense_gradient_copies(p, t.positions, planes, vector || t.input_rows);
   const double steps = double(t.positions) / double(2 * dense_granule(p) * t.warps_k);
-  return dense_gradient_stage(t, copies, steps * dense_gradient_step(p, t, true));
+  const double product = steps * dense_gradient_step(p, t, true);
+  t.producers = p.element_size() == 4 && copies > 1.2 * product ? 8 : 4;
+  if (!dense_gradient_split(p)) {
+    // TF32, as measured afterwards.
+    const double product_rate = p.element_size() == 4 ? 0.8 : 1;
+    const double copy_rate = t.producers == 8 && !t.runs ? 0.6 : product_rate;
+    return dense_gradient_stage(t, copy_rate * copies, product_rate * product);
+  }
+  const DenseClocks& clocks = kDenseWeight;
+  return dense_gradient_stage(clocks, t,
+                              dense_gradient_copies(clocks, t, t.places(), t.chunk_planes, vector) +
+                                  dense_gradient_copies(clocks, t, t.positions, planes, vector || t.input_rows),
+                              steps * (double(t.m_tiles * t.n_tiles) * clocks.product +
+                                       double(4 * t.m_tiles + 2 * t.n_tiles) * clocks.operand));
 }
 
-// Parts of the sum over boxes, each made by its own blocks. Parts of float32 sums are short: they are added in float64.
+// Bytes of partial sums that need memory: none for one part; the first one stands in a gradient of 32 bits itself.
+inline int64_t dense_weight_partial_bytes(const Problem& p, int64_t splits) {
+  return splits == 1 ? 0 : (splits - (p.element_size() == 4 ? 1 : 0)) * p.weight_elements() * int64_t{sizeof(float)};
+}
+
+// Parts of the sum over boxes, each made by its own blocks. Parts of float32 sums are short, since they are added in
+// float64, and no more than the memory of the input's gradient can hold: PyTorch needs none for these.
 inline int64_t dense_weight_splits(const Problem& p, const DenseGradientTile& t) {
   constexpr int64_t kLongest = 20 << 10;  // positions
   const int64_t boxes = dense_gradient_boxes(p, t), least = ceil_div(boxes * t.positions, kLongest);
   const int64_t resident = 132 * dense_gradient_blocks(p.element_size()) / dense_weight_kinds(p, t);
-  return std::max<int64_t>(1, std::min(boxes, std::max(resident, dense_gradient_split(p) ? least : 1)));
-}
-// Sums of a block.
-inline int64_t dense_weight_sums(const DenseGradientTile& t) {
-  return t.warps_m * t.warps_n * t.m_tiles * t.n_tiles * 128;
+  const int64_t fit = 1 + p.in_elements() / p.weight_elements();
+  const int64_t splits = dense_gradient_split(p) ? std::max(std::min(resident, fit), least) : resident;
+  return std::max<int64_t>(1, std::min(boxes, splits));
 }
 
 inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
   constexpr DenseGradientShape kShapes[] = {
       {8, 1, 1, 4, 4}, {4, 1, 2, 4, 4}, {2, 1, 4, 4, 4}, {4, 2, 1, 4, 4}, {2, 4, 1, 4, 4}, {2, 2, 2, 4, 4},
-      {8, 1, 1, 8, 1}, {4, 1, 2, 8, 1}, {2, 1, 4, 8, 1}, {4, 1, 1, 4, 4}, {2, 1, 2, 4, 4}, {1, 1, 4, 4, 4},
-      {2, 2, 1, 4, 4}, {1, 4, 1, 4, 4}, {4, 1, 1, 8, 1}, {2, 1, 2, 8, 1}, {1, 1, 4, 8, 1}};
+      {1, 1, 8, 4, 4}, {8, 1, 1, 8, 1}, {4, 1, 2, 8, 1}, {2, 1, 4, 8, 1}, {4, 1, 1, 4, 4}, {2, 1, 2, 4, 4},
+      {1, 1, 4, 4, 4}, {2, 2, 1, 4, 4}, {1, 4, 1, 4, 4}, {4, 1, 1, 8, 1}, {2, 1, 2, 8, 1}, {1, 1, 4, 8, 1}};
   const int64_t in = p.in_channels_per_group(), unit = dense_granule(p);
   DenseGradientTile best{};
   const bool runs = dense_gradient_runs(p);
@@ -188,6 +241,7 @@ inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
   for (const DenseGradientShape& shape : kShapes) {
     if (!shape.fits(p, true)) continue;
     DenseGradientTile t{};
+    t.any_columns = p.element_size() == 4;
     t.runs = runs, t.planes = planes, t.warps_m = shape.warps_m, t.warps_n = shape.warps_n, t.warps_k = shape.warps_k;
     t.m_tiles = shape.m_tiles, t.n_tiles = shape.n_tiles;
     t.in_blocks = ceil_div(in, t.in_channels());
@@ -212,9 +266,11 @@ inline DenseGradientTile dense_weight_gradient_tile(const Problem& p) {
         const int64_t splits = dense_weight_splits(p, x), kinds = dense_weight_kinds(p, x);
         const double rounds = double(ceil_div(splits * kinds, int64_t{132} * dense_gradient_blocks(p.element_size())));
         const double boxes = double(ceil_div(dense_gradient_boxes(p, x), splits));
-        const double sums = double(splits * kinds * dense_weight_sums(x)) * 4 / 1000;  // bytes a cycle
+        const double bytes = double(4 * p.weight_elements() * splits);
+        const double sums = bytes / 1000 + (splits > 1 ? bytes / 1000 + 4000 : 0);  // bytes a cycle
         x.cycles = dense_weight_gradient_cycles(p, x);
-        const double cost = rounds * boxes * x.cycles + sums;
+        const double once = dense_gradient_split(p) ? kDenseWeight.tile : 0;
+        const double cost = rounds * (boxes * x.cycles + once) + sums;
         if (best.stages == 0 || cost < least) best = x, least = cost;
       });
     }
@@ -275,18 +331,16 @@ inline std::string dense_weight_gradient_refusal(const Problem& p) {
 inline double dense_input_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
   const DenseGradientTile& t = dense_gradient_tile(p, false);
-  const bool faster = dense_gradient_split(p) && t.producers == 8 && !t.runs;  // than fitted, with half as many
   const double layout = p.layout == Layout::kChannelsLast ? 0.008 : 0;
-  const double strict = dense_gradient_split(p) ? 0.9 : 1;  // than fitted, as measured afterwards
-  return 0.010 + layout + strict * (faster ? 0.75 : 1) * t.cycles / kDenseClocksMs;
+  return 0.0115 + layout + t.cycles / kDenseClocksMs;
 }
 inline double dense_weight_gradient_cost_ms(const Problem& p) {
   if (p.in_elements() == 0) return 0;
-  const double bias_rate = p.layout == Layout::kChannelsLast ? 0.5e9 : 3e9;  // bytes a millisecond
-  const double bias = p.has_bias ? 0.012 + double(p.element_size() * p.out_elements()) / bias_rate : 0;
-  const double few = p.in_channels_per_group() < 8 ? 2 : 1;  // what the family is not made for
-  const double strict = dense_gradient_split(p) ? 0.75 : 1;
-  return 0.012 + bias + strict * few * dense_gradient_tile(p, true).cycles / kDenseClocksMs;
+  const double bias_rate = p.layout == Layout::kChannelsLast ? 0.5e9 : 3.8e9;  // bytes a millisecond
+  const double bias = p.has_bias ? 0.011 + double(p.element_size() * p.out_elements()) / bias_rate : 0;
+  const int64_t in = p.in_channels_per_group();
+  const double few = in < 8 ? 2 : in == 8 ? 1.25 : 1;  // what the family is not made for
+  return 0.011 + bias + few * dense_gradient_tile(p, true).cycles / kDenseClocksMs;
 }
 
 }  // namespace fastconvt

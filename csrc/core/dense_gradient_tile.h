@@ -16,11 +16,15 @@ namespace fastconvt {
 
 // Warps of a block that multiply, and blocks of a multiprocessor: operands of float32 products want registers.
 constexpr int dense_gradient_consumers(int64_t element_size) { return element_size == 2 ? 4 : 8; }
+constexpr int dense_gradient_producers(int64_t element_size) {
+  return element_size == 2 ? 4 : 8;
+}  // that copy, at most
 constexpr int dense_gradient_blocks(int64_t element_size) { return element_size == 2 ? 2 : 1; }
 inline constexpr int64_t kDenseGradientShared = 227 * 1024;
 inline constexpr int kDenseGradientLoads = 32;  // of a thread that are on their way at a time
 inline constexpr int64_t kDenseGradientMaxStages = 4;
-inline constexpr int64_t kDenseGradientBarriers = 32;  // bytes
+inline constexpr int64_t kDenseGradientEntries = 8192;  // of a chunk of weights that blocks turn into operands
+inline constexpr int64_t kDenseGradientBarriers = 32;   // bytes
 
 inline int64_t dense_granule(const Problem& p) { return 16 / p.element_size(); }
 inline bool dense_gradient_split(const Problem& p) { return p.dtype == DType::kFloat32 && !p.allow_tf32; }
@@ -56,13 +60,17 @@ struct DenseGradientTile {
   int64_t planes = 1;        // of granules: output channels, 16 bytes of them each, or one
   int64_t chunk_planes = 1;  // staged at a time
   int64_t chunks = 1;
-  int64_t pitch = 0;         // granules from plane to plane
-  int64_t input_pitch = 0;   // the weight's gradient: of granules of input channels
-  bool input_rows = false;   // the same: inputs are staged as they lie in memory, if they are aligned
-  int64_t steps = 1;         // the input's gradient: of 16 (32 bits: 8) products each, of a chunk
-  bool totals = false;       // sums go on in shared memory
-  bool resident = false;     // the input's gradient: all weights stay in shared memory
-  int64_t weight_bytes = 0;  // of a chunk
+  int64_t pitch = 0;        // granules from plane to plane
+  int64_t input_pitch = 0;  // the weight's gradient: of granules of input channels
+  bool input_rows = false;  // the same: inputs are staged as they lie in memory, if they are aligned
+  int64_t steps = 1;        // the input's gradient: of 16 (32 bits: 8) products each, of a chunk
+  bool totals = false;      // sums go on in shared memory
+  bool resident = false;    // the input's gradient: all weights stay in shared memory
+  bool plain = false;       // the same: weights of 32 bits are staged as they lie in memory, a row a column
+  bool made = false;        // of these, if they stay: blocks make operands of them once
+  bool quads = false;       // of these, four neighbouring taps are read at a time
+  int64_t weight_row = 0, weight_channel = 0;  // words from row to row, and from output channel to output channel
+  int64_t weight_bytes = 0;                    // of a chunk
   int64_t table_bytes = 0, stage_bytes = 0, shared_bytes = 0;
   int producers = 4;                                             // warps of a block that copy
   int64_t stages = 0;                                            // 0: there is no tile
@@ -98,6 +106,24 @@ inline bool dense_gradient_runs(const Problem& p) {
 
 // Granules of a plane such that four positions of two planes lie in banks of their own.
 inline int64_t dense_gradient_pitch(int64_t granules) { return round_up(granules - 4, int64_t{8}) + 4; }
+
+// How plain weights lie, so that eight rows of four channels are in banks of their own as far as taps allow.
+inline void dense_gradient_rows(const Problem& p, DenseGradientTile& t) {
+  const int64_t run = t.runs ? dense_granule(p) : 1, taps = t.taps() * run;
+  t.quads = !t.runs && taps % 4 == 0;
+  t.weight_channel = t.quads && taps % 16 == 0 ? taps + 4 : taps;
+  const int64_t channels = t.chunk_planes * (t.runs ? 1 : dense_granule(p));
+  const int64_t quads = ceil_div(channels * t.weight_channel, int64_t{4});
+  t.weight_row = 4 * (t.quads && t.weight_channel / 4 % 2 != 0 ? dense_gradient_pitch(quads) : quads | 1);
+}
+
+// Whether plain weights, if they are aligned, are copied in 16 bytes: rows, chunks and channels are whole ones.
+inline bool dense_gradient_vectors(const Problem& p, const DenseGradientTile& t) {
+  const int64_t kernel = p.kernel_positions();
+  const int64_t channels = t.chunk_planes * (t.runs ? 1 : dense_granule(p));
+  return t.tap_blocks() == 1 && p.out_channels_per_group() * kernel % 4 == 0 && channels * kernel % 4 == 0 &&
+         (t.weight_channel == kernel || (!t.runs && kernel % 4 == 0));
+}
 
 // Granules from row to row of staged inputs such that eight rows lie in banks of their own.
 inline int64_t dense_gradient_row(const Problem& p, const DenseGradientTile& t) {
@@ -177,6 +203,28 @@ inline constexpr double kDenseSplit = 47, kDenseTf32 = 15,
 inline constexpr double kDenseOperand = 7;
 inline constexpr double kDenseChunk = 1290, kDenseTile = 2490;
 inline constexpr double kDenseClocksMs = 1.65e6;
+
+// The same of float32 products, fitted to 92 tiles of 47 layers, within a twentieth.
+struct DenseClocks {
+  double place, words, vectors;  // as above, of as many places as threads copy
+  double product, operand, overlap, chunk, tile, latency;
+};
+inline constexpr DenseClocks kDenseInput = {370, 165, 95, 49, 5, 0.27, 850, 2000, 450};
+inline constexpr DenseClocks kDenseWeight = {230, 132, 60, 41.5, 10, 0.25, 670, 4600, 1300};
+inline constexpr double kDensePlain = 33,
+                        kDensePlainWords = 10;  // bytes of plain weights a clock, in 16 bytes or words
+inline constexpr double kDenseDirect = 1.2;     // products whose warps make the operands of their weights
+
+inline double dense_gradient_copies(const DenseClocks& clocks, const DenseGradientTile& t, int64_t places,
+                                    int64_t planes, bool vector) {
+  const double each = (vector ? clocks.vectors : clocks.words) * (t.producers == 8 ? 1.4 : 1);
+  return double(ceil_div(places, int64_t{32} * t.producers)) * (clocks.place + double(planes) * each);
+}
+inline double dense_gradient_stage(const DenseClocks& clocks, const DenseGradientTile& t, double copies,
+                                   double product) {
+  return std::max({product, copies, (copies + clocks.latency) / double(t.stages - 1)}) +
+         clocks.overlap * std::min(product, copies) + clocks.chunk;
+}
 
 // Of copies to a stage.
 inline double dense_gradient_copies(const Problem& p, int64_t places, int64_t planes, bool vector) {

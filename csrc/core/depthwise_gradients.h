@@ -25,7 +25,9 @@ inline constexpr DepthwiseGradientsShape kDepthwiseGradientsShapes[] = {
     {4, 2, 2, 1, 2, 2, 1, true, 256, 2},  {4, 2, 2, 2, 2, 2, 2, true, 128, 3},  {8, 4, 2, 1, 2, 2, 2, true, 128, 3},
     {16, 8, 2, 1, 2, 1, 8, true, 128, 3}, {2, 2, 4, 1, 1, 2, 1, true, 256, 2},  {3, 1, 4, 1, 3, 1, 1, true, 256, 2},
     {4, 2, 1, 1, 1, 1, 1, false, 128, 4}, {6, 3, 1, 1, 1, 1, 1, false, 128, 4}, {8, 4, 1, 1, 1, 1, 1, false, 128, 4},
+    {4, 2, 2, 1, 2, 2, 1, true, 512, 1},
 };
+inline constexpr int kDepthwiseLargeBlocks = 9;  // the first shape with twice its threads
 
 // Likewise in channels_last, where the last axis may also be one that stays as it is: that of a 1D problem.
 inline constexpr DepthwiseGradientsShape kDepthwiseGradientsChannels[] = {

@@ -21,6 +21,10 @@ struct GemmGradientsPlan {
   GemmWeightTile weight;
   double cost_ms;  // of everything
   bool together;   // both products at the same time, each on some multiprocessors
+  // Of the weight's gradient from padded planes, which the input's reads as well; without a shape: by `weight`.
+  GradientGemmTile windows{};
+
+  bool by_windows() const { return windows.shape >= 0; }
 };
 
 constexpr int kUnrollMaxTaps = 128, kUnrollMaxKernel = 32;
@@ -69,37 +73,58 @@ constexpr double kGemmGradientsBegin = 0.006;  // milliseconds before anything i
 
 // Milliseconds of the input's gradient, and of the weight's. Sums for the bias slow the latter down.
 inline double gemm_gradients_input_ms(const Problem& products, const GradientGemmTile& t) {
-  double outputs = double(products.out_elements());  // that any tap meets
-  for (const Axis& a : products.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
+  const double outputs = gemm_weight_outputs(products);
   const double memory = double(products.element_size()) * (outputs + double(products.in_elements()));
-  return std::max(t.cycles / kGradientGemmClocksMs, memory / 3.6e9);
+  const double rate = outputs < double(products.out_elements()) ? 2.6e9 : 3.6e9;
+  return std::max(t.cycles / kGradientGemmClocksMs, memory / rate);
 }
 inline double gemm_gradients_weight_ms(const Problem& products, const GemmWeightTile& t) {
-  const double bias = gemm_weight_sums_bias(products, t) ? 0.1 + 0.25 / t.in_blocks : 0;
-  return t.clocks / kGemmWeightClocksMs * (1 + bias);
+  const bool sums_bias = gemm_weight_sums_bias(products, t);
+  const double bias = sums_bias ? 0.05 + 0.2 / t.in_blocks : 0;
+  const double begin = sums_bias && gemm_weight_finishes(products, t) ? 0.0035 : 0;  // of the pass that adds its parts
+  return begin + t.clocks / kGemmWeightClocksMs * (1 + bias);
+}
+inline double gemm_gradients_weight_ms(const GemmGradientsPlan& plan) {
+  if (plan.by_windows()) return plan.windows.cycles / kGradientGemmClocksMs;
+  return gemm_gradients_weight_ms(plan.products, plan.weight);
 }
 inline double gemm_gradients_in_turn(const GemmGradientsPlan& plan) {
-  return gemm_gradients_input_ms(plan.products, plan.input) + gemm_gradients_weight_ms(plan.products, plan.weight);
+  return gemm_gradients_input_ms(plan.products, plan.input) + gemm_gradients_weight_ms(plan);
 }
 
 // Few blocks: both at the same time, each on some multiprocessors, if that is faster.
 inline void gemm_gradients_share(GemmGradientsPlan& plan) {
-  constexpr double kSmall = 0.05;                               // milliseconds
-  const double begin = plan.products.has_bias ? 0.007 : 0.003;  // the bias comes last then
+  constexpr double kSmall = 0.065;  // milliseconds
+  constexpr double kBegin = 0.003;
+  if (plan.products.has_bias) return;  // its sums stand where the input's gradient will be
   const double in_turn = gemm_gradients_in_turn(plan);
   if (in_turn > kSmall || plan.products.element_size() != 2) return;  // TF32 is packed in two forms, in turn
   constexpr std::array<int64_t, 3> kShares{36, 66, 96};
   const auto weights = gemm_weight_tiles<3>(plan.products, kShares);
-  double least = 0.92 * in_turn;
+  double least = in_turn + 0.004;  // of what is between them
   for (size_t i = 0; i < kShares.size(); ++i) {
     if (weights[i].shape < 0 || !gemm_weight_finishes(plan.products, weights[i])) continue;
     const GradientGemmTile input = gradient_gemm_tile_of(plan.products, 132 - weights[i].kinds * weights[i].splits);
     if (input.shape < 0) continue;
-    const double both = begin + std::max(gemm_gradients_input_ms(plan.products, input),
-                                         gemm_gradients_weight_ms(plan.products, weights[i]));
+    const double both = kBegin + std::max(gemm_gradients_input_ms(plan.products, input),
+                                          gemm_gradients_weight_ms(plan.products, weights[i]));
     if (both < least) least = both, plan.input = input, plan.weight = weights[i], plan.together = true;
   }
   if (plan.together) plan.cost_ms += least - in_turn;
+}
+
+// Both gradients from padded planes, where that is faster: nothing else is packed.
+inline void gemm_gradients_take_windows(GemmGradientsPlan& plan) {
+  const Problem& p = plan.products;
+  GemmGradientsPlan other = plan;
+  other.input = last_result<gradient_gemm_tile>(p), other.together = false;
+  if (!other.input.windows) return;
+  other.windows = gradient_gemm_weight_tile(p);
+  if (!other.by_windows()) return;
+  const double element = double(p.element_size());
+  const double bytes = double(gradient_gemm_planes_bytes(p)) + element * double(p.out_elements());
+  other.cost_ms = gemm_gradients_in_turn(other) + bytes / 2.8e9 + 0.0035;
+  if (other.cost_ms < plan.cost_ms) plan = other;
 }
 
 inline GemmGradientsPlan gemm_gradients_as(const Problem& p, GemmGradientsForm form) {
@@ -116,11 +141,14 @@ inline GemmGradientsPlan gemm_gradients_as(const Problem& p, GemmGradientsForm f
   } else {
     double bytes = 0;
     if (!gradient_gemm_reads(p, p.layout)) bytes += 2 * element * double(p.out_elements());
-    if (!gradient_gemm_reads(p, p.weight_layout)) bytes += 3 * element * double(p.weight_elements());
+    bytes += (plan.input.windows ? 2 : 3) * double(gradient_gemm_own_bytes(q, plan.input));
     packing = bytes / 2.8e9;
   }
   plan.cost_ms = gemm_gradients_in_turn(plan) + packing + (unrolled ? 0.011 : packing > 0 ? 0.0035 : 0);
-  if (plan.input.shape >= 0 && plan.weight.shape >= 0) gemm_gradients_share(plan);
+  if (plan.input.shape >= 0 && plan.weight.shape >= 0) {
+    gemm_gradients_share(plan);
+    if (turned) gemm_gradients_take_windows(plan);
+  }
   return plan;
 }
 
@@ -132,21 +160,24 @@ inline GemmGradientsPlan gemm_gradients_plan(const Problem& p) {
   const GemmGradientsPlan other =
       gemm_gradients_as(p, unrolls ? GemmGradientsForm::kUnrolled : GemmGradientsForm::kMerged);
   const bool fits = other.input.shape >= 0 && other.weight.shape >= 0;
-  return fits && other.cost_ms < turned.cost_ms ? other : turned;
+  const double better = unrolls ? 1 : 1.05;  // wide rows are copied faster
+  return fits && other.cost_ms < better * turned.cost_ms ? other : turned;
 }
 
-// Milliseconds on an H200 of one gradient where both are wanted: a part of what both take, if these make both.
+// Milliseconds on an H200 of one gradient where both are wanted: a part of what both take, if these make both and share
+// what is packed (16 bits).
 inline double gemm_gradients_input_cost_ms(const Problem& p) {
-  if (!gemm_weight_gradient_refusal(p).empty()) return gradient_gemm_cost_ms(p);
+  if (p.element_size() == 4 || !gemm_weight_gradient_refusal(p).empty()) return gradient_gemm_cost_ms(p);
   const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(p);
   const double input = gemm_gradients_input_ms(plan.products, plan.input), all = gemm_gradients_in_turn(plan);
   return (plan.cost_ms + kGemmGradientsBegin) * input / all;
 }
 inline double gemm_gradients_weight_cost_ms(const Problem& p) {
-  if (!gradient_gemm_refusal(p).empty()) return gemm_weight_gradient_cost_ms(p);
+  if (p.element_size() == 4 || !gradient_gemm_refusal(p).empty()) return gemm_weight_gradient_cost_ms(p);
   const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(p);
-  const double weight = gemm_gradients_weight_ms(plan.products, plan.weight), all = gemm_gradients_in_turn(plan);
-  const bool sums_bias = plan.form == GemmGradientsForm::kUnrolled || gemm_weight_sums_bias(plan.products, plan.weight);
+  const double weight = gemm_gradients_weight_ms(plan), all = gemm_gradients_in_turn(plan);
+  const bool sums_bias = plan.form == GemmGradientsForm::kUnrolled || plan.by_windows() ||
+                         gemm_weight_sums_bias(plan.products, plan.weight);
   const double bias = p.has_bias && !sums_bias ? 0.012 + double(p.element_size() * p.out_elements()) / 3e9 : 0;
   return (plan.cost_ms + kGemmGradientsBegin) * weight / all + bias;
 }

@@ -12,63 +12,10 @@
 #include <numeric>
 #include <string>
 
-#include "gemm_weight_taps.h"
+#include "gemm_weight_tile.h"
 #include "problem.h"
 
 namespace fastconvt {
-
-constexpr int kGemmWeightPositions = 64;           // of a stage
-constexpr int64_t kGemmWeightLongest = 128 << 10;  // positions of a partial sum at most, about
-constexpr int kGemmWeightMaxSlots = 8;             // of a warpgroup
-constexpr int kGemmWeightMaxStages = 8;
-constexpr int64_t kGemmWeightShared = 226 << 10;  // bytes of a block
-constexpr int kGemmWeightHead = 1024;             // of them, barriers
-
-// Channels of a slot, and the slots of a warpgroup.
-struct GemmWeightShape {
-  int width, slots;
-};
-constexpr GemmWeightShape kGemmWeightShapes[] = {{64, 1}, {64, 2}, {64, 3}, {64, 4}, {64, 5}, {32, 2},
-                                                 {32, 4}, {32, 5}, {32, 8}, {16, 4}, {16, 8}};
-constexpr int kNumGemmWeightShapes = sizeof(kGemmWeightShapes) / sizeof(kGemmWeightShapes[0]);
-
-// TF32 multiplies numbers of float32 as sums of two of bfloat16, which have more bits than one of TF32.
-inline int gemm_weight_passes(const Problem& p) { return p.element_size() == 4 ? 3 : 1; }
-
-// Axes are 0 to 3 here: batch, depth, height, width.
-struct GemmWeightTile {
-  int shape = -1;
-  bool rows;     // warpgroups differ in input channels; if not, in slots
-  bool direct;   // contiguous inputs are read as they lie, if they are aligned
-  int order[4];  // axes, innermost first
-  int box[4];    // positions of a stage, in this order
-  int halo[4];   // further outputs of a staged residue, in this order
-  int64_t tiles[4], all_tiles;
-  int in_blocks, channel_blocks, slot_blocks;
-  int slots;  // of a block
-  int boxes;  // staged for a block at most
-  int box_bytes, stage_bytes, stages;
-  int64_t kinds, splits;
-  bool clustered;  // the splits of a kind are a cluster, which adds them
-  double clocks;
-
-  int rows_of_box() const {
-    int count = 1;
-    for (int i = 0; i < 4; ++i) count *= box[i] + halo[i];
-    return count;
-  }
-};
-
-inline int64_t gemm_weight_size(const Problem& p, int axis) { return axis == 0 ? p.batch : p.axis[axis - 1].in; }
-inline int64_t gemm_weight_stride(const Problem& p, int axis) { return axis == 0 ? 1 : p.axis[axis - 1].stride; }
-
-// Clocks of a block for a stage, about: products, or rows that are copied.
-inline double gemm_weight_stage_clocks(const GemmWeightTile& t) {
-  const GemmWeightShape shape = kGemmWeightShapes[t.shape];
-  const double product = shape.slots * (1.385 * shape.width + 9.3) + 676;
-  const double rows = double(t.boxes * t.rows_of_box() + kGemmWeightPositions * (t.rows ? 2 : 1));
-  return std::max(product, 3.6 * rows) * (t.rows ? 1 : 1.04);
-}
 
 // Chooses the positions of a stage, for the halos of a block (by axis), and what follows from them.
 inline bool gemm_weight_fit(const Problem& p, const int (&halo)[4], GemmWeightTile& t) {
@@ -133,7 +80,7 @@ inline bool gemm_weight_may_be_direct(const Problem& p) {
   return p.element_size() == 2 && p.layout == Layout::kContiguous && p.axis[2].in % 8 == 0 && p.axis[2].in >= 32;
 }
 
-constexpr double kGemmWeightClocksMs = 1.9e6;
+constexpr double kGemmWeightClocksMs = 1.5e6;  // as power allows
 // Bytes a millisecond that packing reads and writes.
 inline double gemm_weight_pack_rate(const Problem& p) { return p.element_size() == 4 ? 3.8e9 : 3e9; }
 
@@ -145,10 +92,30 @@ inline bool gemm_weight_sums_bias(const Problem& p, const GemmWeightTile& t) {
          t.slots <= taps * (kGemmWeightBiasBlocks - 1) + 1;
 }
 
+// Blocks that differ in input channels share the tiles to sum for the bias; and the bytes of its partial sums.
+constexpr int kGemmWeightBiasWarps = 3;
+inline int gemm_weight_bias_blocks(const GemmWeightTile& t) {
+  return static_cast<int>(std::min<int64_t>(t.in_blocks, ceil_div(t.all_tiles, t.splits)));
+}
+inline int64_t gemm_weight_bias_bytes(const Problem& p, const GemmWeightTile& t) {
+  if (!gemm_weight_sums_bias(p, t)) return 0;
+  return round_up(t.splits * gemm_weight_bias_blocks(t) * kGemmWeightBiasWarps * p.groups * t.slot_blocks *
+                      kGemmWeightBiasBlocks * kGemmWeightShapes[t.shape].width * int64_t{sizeof(float)},
+                  int64_t{512});
+}
+// At most, of those of a pass of its own.
+inline int64_t gemm_weight_bias_pass_bytes(const Problem& p) {
+  const int64_t each = p.layout == Layout::kChannelsLast ? 32 : 1, channels = p.out_channels;
+  return 8 * std::min(4096 * each + 2 * channels, channels * p.batch * ceil_div(p.out_positions(), int64_t{2048}));
+}
+
 // Clusters of some blocks that run at once on an H200.
 inline int64_t gemm_weight_clusters(int64_t blocks) {
   return blocks == 1 ? 132 : blocks == 2 ? 66 : blocks == 3 ? 39 : blocks == 4 ? 30 : 15;
 }
+
+// Multiprocessors that the costs are for; blocks that finish more items than this walk through them.
+constexpr int64_t kGemmWeightProcessors = 132;
 
 // Whether blocks, or clusters, turn sums into the weight's gradient themselves, where stages were: a cluster's blocks
 // leave their sums there, and each finishes a share of the columns.
@@ -156,7 +123,10 @@ constexpr int kGemmWeightSkew = 16;  // bytes between rows at most, which keep b
 inline int64_t gemm_weight_staged_bytes(const Problem& p, const GemmWeightTile& t) {
   const int width = kGemmWeightShapes[t.shape].width;
   const int64_t rows = t.rows ? 128 : 64, element = p.element_size();
-  if (!t.clustered) return rows * (t.slots * width * element + kGemmWeightSkew);
+  if (!t.clustered) {
+    const int64_t boxes = int64_t{256} * kGemmWeightShapes[t.shape].slots * width;  // of 16 bits, for tensor copies
+    return std::max(boxes, rows * (t.slots * width * element + kGemmWeightSkew));
+  }
   const int64_t share = ceil_div(int64_t{width / 8}, t.splits) * 8;
   return int64_t{kGemmWeightShapes[t.shape].slots} * width * 512 + rows * (t.slots * share * element + kGemmWeightSkew);
 }
@@ -165,14 +135,67 @@ inline bool gemm_weight_finishes(const Problem& p, const GemmWeightTile& t) {
   return gemm_weight_staged_bytes(p, t) <= int64_t{t.stages} * t.stage_bytes;
 }
 
+// Whether tensor copies may store the weight's gradient: slots of neighbouring channels, whole vectors of 16 bytes.
+inline bool gemm_weight_stores_boxes(const Problem& p, const GemmWeightTile& t) {
+  return !t.clustered && p.element_size() == 2 && p.weight_layout == Layout::kChannelsLast &&
+         p.out_channels_per_group() % 8 == 0 && gemm_weight_finishes(p, t);
+}
+// Columns of a warpgroup at most whose sums leave registers for what a block keeps from item to item.
+constexpr int kGemmWeightWalkColumns = 256;
+// Bytes behind the stages for what is staged, if blocks have more than one item each; 0: there is no room, or no need.
+inline int64_t gemm_weight_apart_bytes(const Problem& p, const GemmWeightTile& t) {
+  const GemmWeightShape shape = kGemmWeightShapes[t.shape];
+  if (shape.width * shape.slots > kGemmWeightWalkColumns || !gemm_weight_stores_boxes(p, t)) return 0;
+  if (t.clustered || t.splits > 1 || t.kinds <= kGemmWeightProcessors) return 0;
+  const int64_t staged = round_up(gemm_weight_staged_bytes(p, t), int64_t{1024});
+  return kGemmWeightShared - 1024 - kGemmWeightHead - staged < 3 * t.stage_bytes ? 0 : staged;
+}
+inline int gemm_weight_stages(const Problem& p, const GemmWeightTile& t) {
+  const int64_t room = kGemmWeightShared - 1024 - kGemmWeightHead - gemm_weight_apart_bytes(p, t);
+  return static_cast<int>(std::min<int64_t>(room / t.stage_bytes, kGemmWeightMaxStages));
+}
+
 inline int64_t gemm_weight_pitch(const Problem& p) { return round_up(p.out_channels_per_group(), int64_t{8}); }
 
 constexpr double kGemmWeightNever = 1e30;
+constexpr double kGemmWeightTooLarge = 1e12;  // clocks: only where nothing needs less memory
 
-// Bytes of partial sums at most, about: they may stand where the input's gradient will be, and with a bias PyTorch
-// needs much more.
-inline double gemm_weight_room(const Problem& p) {
-  return double(p.element_size()) * double(p.in_elements() + (p.has_bias ? p.out_elements() : 0));
+// Bytes of partial sums at most: they stand where the input's gradient will be, so that they cost no memory. With
+// channels innermost, PyTorch needs as much as the outputs for the bias if these are many, and we pack nothing.
+inline int64_t gemm_weight_room(const Problem& p) {
+  const bool more = p.layout == Layout::kChannelsLast && p.has_bias && p.out_elements() >= 1 << 19;
+  return p.element_size() * (p.in_elements() + (more ? p.out_elements() : 0));
+}
+
+// Outputs that any tap meets; where they are not all, memory is read in pieces.
+inline double gemm_weight_outputs(const Problem& p) {
+  double outputs = double(p.out_elements());
+  for (const Axis& a : p.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
+  return outputs;
+}
+
+// Clocks from a block's begin until it multiplies, and for what becomes of its sums, `rounds` times; `parts`: bytes of
+// all partial sums.
+inline double gemm_weight_end_clocks(const Problem& p, const GemmWeightTile& t, double rounds, double parts) {
+  const GemmWeightShape shape = kGemmWeightShapes[t.shape];
+  const bool innermost = p.weight_layout == Layout::kChannelsLast;
+  constexpr double kBegin = 5000;
+  double once = 5000, each = kBegin;
+  if (t.clustered) {
+    each += 2000 + 2500 * double(t.splits) + 20 * double(shape.width * shape.slots) + (innermost ? 0 : 1900);
+  } else if (gemm_weight_apart_bytes(p, t) > 0) {
+    once += kBegin, each = 2000;
+  } else if (gemm_weight_stores_boxes(p, t)) {
+    each += 1000;
+  } else if (gemm_weight_finishes(p, t)) {
+    each += 4000 + 38 * double(shape.width * shape.slots) * (p.element_size() == 4 ? 1.5 : 1);
+  } else {
+    each += 1500, once += innermost ? 5000 + parts / 1000 : 9000 + parts / 1000;
+  }
+  // Few taps of a channel, which are not neighbours in memory.
+  const bool apart = !innermost && gemm_weight_finishes(p, t) && t.slots < std::min<int64_t>(8, p.kernel_positions());
+  if (apart) each += 30 * double(shape.width * shape.slots);
+  return once + each * rounds;
 }
 
 // Clocks in all, but for packing; chooses how often the sum is split. Blocks that do not run at once are no more than
@@ -184,7 +207,7 @@ inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTil
   // Matrix units truncate where they add: parts of sums are short.
   const int64_t fewest =
       std::min(t.all_tiles, ceil_div(t.all_tiles * gemm_weight_passes(p), kGemmWeightLongest / kGemmWeightPositions));
-  const int64_t room = static_cast<int64_t>(gemm_weight_room(p) / weight);
+  const int64_t room = static_cast<int64_t>(double(gemm_weight_room(p)) / weight);
   const int64_t most = std::max(
       fewest, std::min({t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds), std::max<int64_t>(1, room)}));
   GemmWeightTile best = t;
@@ -195,12 +218,13 @@ inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTil
     if ((clustered && !finishes) || t.kinds * splits > blocks) return;
     const int64_t at_once = clustered ? gemm_weight_clusters(splits) : kProcessors;
     const double rounds = double(ceil_div(clustered ? t.kinds : t.kinds * splits, at_once));
-    double clocks =
-        rounds * (double(ceil_div(t.all_tiles, splits)) * stage + 11500) + (clustered ? 4900 * double(splits - 1) : 0);
-    clocks += finishes ? weight / (p.element_size() == 2 ? 3400 : 1700) : weight * double(splits) / 1120 + 7000;
-    // Few taps of a channel, which are not neighbours in memory.
-    const bool apart = finishes && p.weight_layout == Layout::kContiguous && t.slots < 8;
-    if (apart && t.slots < p.kernel_positions()) clocks += weight / 2000;
+    const double multiplied = rounds * double(ceil_div(t.all_tiles, splits)) * stage;
+    double clocks = multiplied + gemm_weight_end_clocks(p, t, rounds, weight * double(splits));
+    const int64_t bias = !p.has_bias                   ? 0
+                         : gemm_weight_sums_bias(p, t) ? gemm_weight_bias_bytes(p, t)
+                                                       : gemm_weight_bias_pass_bytes(p);
+    const double sums = (finishes ? 0 : double(splits) * weight) + double(bias);
+    if (sums > double(gemm_weight_room(p))) clocks += kGemmWeightTooLarge;
     if (clocks < least) least = clocks, best.splits = splits, best.clustered = clustered;
   };
   for (int64_t splits = fewest; splits <= most; ++splits) {
@@ -214,9 +238,8 @@ inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTil
     if (t.kinds * splits <= 2 * kProcessors) consider(splits, true);
   }
   t.splits = best.splits, t.clustered = best.clustered;
-  double outputs = double(p.out_elements());  // that any tap meets
-  for (const Axis& a : p.axis) outputs *= double(std::min(a.kernel, a.tap_step())) / double(a.stride);
-  const double memory = (double(p.in_elements()) + outputs) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1) / 4.3e9;
+  const double bytes = (double(p.in_elements()) + gemm_weight_outputs(p)) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1);
+  const double memory = bytes / (gemm_weight_outputs(p) < double(p.out_elements()) ? 2.6e9 : 4.3e9);
   return t.clocks = std::max(least, 3000 + memory * kGemmWeightClocksMs) + 0.02 * least;  // the better one of equals
 }
 
@@ -291,6 +314,9 @@ std::array<GemmWeightTile, kLimits> gemm_weight_tiles(const Problem& p, const st
       if (t.clocks < kGemmWeightNever && (best[i].shape < 0 || t.clocks < best[i].clocks)) best[i] = t;
     }
   });
+  for (GemmWeightTile& t : best) {
+    if (t.shape >= 0 && t.clocks >= kGemmWeightTooLarge) t.clocks -= kGemmWeightTooLarge;
+  }
   return best;
 }
 constexpr int64_t kGemmWeightAnyBlocks = int64_t{1} << 40;
@@ -331,7 +357,8 @@ inline double gemm_weight_gradient_cost_ms(const Problem& p) {
   if (!gemm_weight_as_it_lies(p, p.out_channels_per_group())) {
     packed = 0.003 + double(p.out_elements() * p.element_size()) * 2 / gemm_weight_pack_rate(p);
   }
-  return 0.004 + bias + packed + t.clocks / kGemmWeightClocksMs;
+  const double clocks = p.element_size() == 4 ? 0.92 * t.clocks : t.clocks;  // products wait for memory less
+  return 0.004 + bias + packed + clocks / kGemmWeightClocksMs;
 }
 
 }  // namespace fastconvt

@@ -37,12 +37,20 @@ struct PairsGradientTile {
   int64_t weight_row_units = 0, steps = 0;  // of the weight's: stages of all positions
   int64_t row_blocks = 0, kinds = 0, splits = 0;
   int64_t both_blocks = 0, both_splits = 0;         // the same if both are made
+  int64_t beside_splits = 0, beside_lent = 0;       // and if parts may lie in the memory of the input's gradient
+  int64_t lent = 0;                                 // of the splits: those that do
   double input_us = 0, weight_us = 0, both_us = 0;  // without what launches cost
 
   // As it is if both are made.
   PairsGradientTile both() const {
     PairsGradientTile t = *this;
     t.input_blocks = both_blocks, t.splits = both_splits;
+    return t;
+  }
+  // As it is if the weight's is made before another family makes the input's.
+  PairsGradientTile beside() const {
+    PairsGradientTile t = *this;
+    t.splits = beside_splits, t.lent = beside_lent;
     return t;
   }
 };
@@ -109,11 +117,27 @@ inline double pairs_reduction_us(const Problem& p, int64_t splits) {
   return splits == 1 ? 0 : 3 + double(splits * p.weight_elements()) * 8 / 5e6;
 }
 
+inline int64_t pairs_fewest_parts(const PairsGradientTile& t) {
+  return ceil_div(t.steps * kPairsWeightPositions, kPairsLongestPart);
+}
+
+// The weight's gradient alone: parts take no more memory than copies of all tensors, which cuDNN makes, beside what
+// lies in the memory of the input's gradient, if that is made afterwards.
+inline void pairs_limit_parts(const Problem& p, PairsGradientTile& t) {
+  const int64_t elements = p.in_elements() + p.out_elements() + p.weight_elements(), part = 4 * p.weight_elements();
+  const int64_t most = elements * p.element_size() / (part + 4 * t.inner);
+  const int64_t lent = p.in_elements() * p.element_size() / part;
+  const int64_t fewest = std::max<int64_t>(1, pairs_fewest_parts(t));
+  t.beside_splits = std::min(t.splits, std::max(fewest, most + lent));
+  t.beside_lent = t.beside_splits > 1 ? std::min(t.beside_splits, lent) : 0;
+  t.splits = std::min(t.splits, std::max(fewest, most));
+}
+
 // How gradients share the multiprocessors: one after the other or, better mostly, side by side, so that the output's
 // gradient comes from memory about once.
 inline void pairs_share(const Problem& p, PairsGradientTile& t) {
   const double item = pairs_item_us(p, t), stage = pairs_stage_us(p, t);
-  const int64_t fewest = ceil_div(t.steps * kPairsWeightPositions, kPairsLongestPart);
+  const int64_t fewest = pairs_fewest_parts(t);
   t.input_blocks = std::min(t.items, kPairsProcessors);
   t.splits = std::min(t.steps, std::max({fewest, int64_t{1}, kPairsProcessors / t.kinds}));
   t.input_us = double(ceil_div(t.items, t.input_blocks)) * item;
@@ -155,6 +179,7 @@ inline PairsGradientTile pairs_gradient_tile_of(const Problem& p, int unit, int 
   t.row_blocks = ceil_div(t.inner, int64_t{kPairsRowBlock});
   t.kinds = t.row_blocks * t.column_blocks;
   pairs_share(p, t);
+  pairs_limit_parts(p, t);
   return t;
 }
 

@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <limits>
 #include <stdexcept>
@@ -10,6 +9,8 @@
 #include "boxes_tf32_gradients.h"
 #include "chain_backward.h"
 #include "chain_mma.h"
+#include "cpu_cost.h"
+#include "cudnn_cost.h"
 #include "dense.h"
 #include "dense_gradient.h"
 #include "depthwise.h"
@@ -17,6 +18,8 @@
 #include "depthwise_gradients.h"
 #include "direct.h"
 #include "direct_gradient.h"
+#include "few_input_gradient.h"
+#include "few_weight_gradient.h"
 #include "filter_bank.h"
 #include "flat_gemm.h"
 #include "gemm_gradients.h"
@@ -42,66 +45,13 @@
 #include "rows_mma.h"
 #include "rows_persistent.h"
 #include "shuffle_gemm.h"
+#include "shuffle_planes.h"
 
 namespace fastconvt {
 namespace {
 
-// Milliseconds for `amount` at `rate` a second.
-double ms(double amount, double rate) { return amount / rate * 1e3; }
-
 std::string needs(bool available, const char* what) {
   return available ? "" : std::string("this processor or this build has no ") + what;
-}
-
-// An instruction set as our CPU kernels use it: float32 lanes of a vector, multiply-adds a second and core.
-struct CpuRate {
-  int64_t lanes;
-  double macs;
-};
-constexpr CpuRate kAvx512Rate{16, 105e9}, kAvx2Rate{8, 57e9}, kPortableRate{4, 21e9};
-
-// The costs of this table are fitted to 109 layers, each timed on one core of a Zen with AVX-512: the choice is 5 %
-// slower than the best on average. How they scale with the number of threads is less certain.
-//
-// Ours: multiply-adds, idle lanes of the last axis included, where few output channels reuse a loaded input little;
-// then packing, traffic, and a share for each row and each window. Channels-last tensors are converted on the way in
-// and out.
-double phase_cost(Operation operation, const Problem& p, const DeviceInfo& device, CpuRate rate) {
-  const double wide = p.dtype == DType::kFloat64 ? 2 : 1;
-  const Axis &depth = p.axis[0], &height = p.axis[1], &width = p.axis[2];
-  const int64_t rows = ceil_div(height.out(), height.stride), cells = ceil_div(width.out(), width.stride);
-  const double channels = double(p.batch) * double(p.in_channels) * double(p.out_channels_per_group());
-  const double per_row = cells >= 64 ? double(height.num_pairs()) * double(round_up(cells, rate.lanes))
-                                     : double(height.kernel) * double(round_up(rows * cells, rate.lanes));
-  const double macs = std::max(p.macs(), channels * double(depth.num_pairs()) * double(width.kernel) * per_row);
-  const double reuse = std::min(1.0, 0.08 + 0.2 * double(p.out_channels_per_group()));
-  const double compute = ms(macs * wide, rate.macs * reuse) + 0.6e-6 * double(p.weight_elements());
-  const double traffic = ms(p.bytes(), p.bytes() < 8e6 ? 30e9 : 12e9);
-  const double row_count = double(p.batch) * double(p.out_channels) * double(depth.out()) * double(height.out());
-  const double overhead = 8e-6 * row_count + 35e-6 * double(p.batch) * double(p.groups);
-  const double conversion = p.layout == Layout::kChannelsLast ? ms(2 * p.bytes(), 4e9) : 0;
-  const bool chain = operation == Operation::kLogSumExpHardswish;
-  const double exponentials = chain ? ms(double(p.out_elements()) * wide, rate.macs / 8) : 0;
-  return 0.005 + (compute + traffic + overhead + conversion + exponentials) / device.threads;
-}
-
-// PyTorch on the CPU: oneDNN's blocks of 16 channels, and page faults of the fresh output. Halves are computed in
-// float32; the unfused chain passes over the convolution's output some ten times.
-double aten_cpu_cost(Operation operation, const Problem& p, const DeviceInfo& device) {
-  const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
-  const double passes = operation == Operation::kLogSumExpHardswish ? ms(10 * p.bytes(), 1.5e9) : 0;
-  const bool half = p.dtype == DType::kFloat16 || p.dtype == DType::kBFloat16;
-  const double conversion = half ? ms(3 * p.bytes(), 2e9) : 0;
-  if (in == 1 && out == 1) {
-    const double rate = p.bytes() < 6e6 ? 20e9 : p.bytes() <= 14e6 ? 12e9 : 1.5e9;
-    return 0.04 + (ms(p.bytes(), rate) + conversion + passes) / device.threads;
-  }
-  const double fill = double(round_up(in, 16) * round_up(out, 16)) / double(in * out);
-  const double bytes = p.bytes() * (half ? 2 : 1) * double(round_up(out, 16)) / double(out);
-  const bool dense = p.axis[0].stride == 1 && p.axis[1].stride == 1 && p.axis[2].stride == 1;
-  const double bandwidth = dense || bytes < 4e6 ? 6e9 : bytes <= 16e6 ? 3e9 : 0.75e9 * std::sqrt(device.threads);
-  const double rate = (p.dtype == DType::kFloat64 ? 3e9 : 100e9) * device.threads;
-  return 0.005 + ms(p.macs() * fill, rate) + ms(bytes, bandwidth) + (conversion + passes) / device.threads;
 }
 
 // What the CUDA kernels' 32-bit parameters hold.
@@ -177,63 +127,12 @@ double half_of(Operation, const Problem& p, const DeviceInfo&) {
   return kCost(p) / 2;
 }
 
-// cuDNN's forward in milliseconds, fitted to some 90 layers on an H200: mostly within a factor of 1.5. Its products run
-// in tiles of channels, idle or not.
-struct CudnnRate {
-  double start, products, inputs, outputs;  // the last three times what the GPU could do
-};
-
-double cudnn_cost(const Problem& p, double operations, int64_t tile, CudnnRate contiguous, CudnnRate channels_last) {
-  const int64_t in = p.in_channels_per_group(), out = p.out_channels_per_group();
-  const bool dilated = p.axis[0].dilation > 1 || p.axis[1].dilation > 1 || p.axis[2].dilation > 1;
-  // Its kernels for channels_last know neither dilation nor channels that are no whole vectors.
-  const bool direct = p.layout == Layout::kChannelsLast && !dilated && (in * p.element_size()) % 16 == 0 &&
-                      (out * p.element_size()) % 16 == 0;
-  const CudnnRate& rate = direct ? channels_last : contiguous;
-  const int64_t strides = p.axis[0].stride * p.axis[1].stride * p.axis[2].stride;
-  const bool volume = !p.axis[0].is_trivial() && strides == 1;
-  const double slow = (p.groups > 1 && tile == 32 ? 1.7 : 1) * (volume ? 1.7 : 1);
-  if (p.groups > 1) tile = 32;
-  const double filled = double(in * out) / double(round_up(in, tile) * round_up(out, out <= 4 && tile < 32 ? 2 : tile));
-  const double bytes = double(p.element_size() * p.groups * p.batch);
-  const double inputs = ms(bytes * double(in) * double(p.in_positions()), 4.3e12);
-  const double outputs = ms(bytes * double(round_up(out, 16)) * double(p.out_positions()), 4.3e12);
-  const double products = rate.products * slow * ms(2 * p.macs() / filled, operations);
-  // Without strides in channels_last, by 64 output channels at a time or, better, by 128.
-  if (direct && tile == 32 && p.groups == 1 && !volume && strides == 1) {
-    const double padded = double(round_up(out, int64_t{64})) / double(out);
-    const double times = (p.element_size() == 2 ? 1.1 : 1.25) * (out % 128 == 0 ? 1 : 1.35);
-    return rate.start + times * padded * ms(2 * p.macs(), operations) + 0.3 * (inputs + outputs);
-  }
-  return rate.start + (dilated ? 1.5 : 1) * (products + rate.inputs * inputs + rate.outputs * outputs);
-}
-
-double cudnn_cost(const Problem& p) {
-  if (p.element_size() == 2) return cudnn_cost(p, 780e12, 32, {0.032, 1.55, 5.6, 7}, {0.016, 1.17, 3.6, 3.8});
-  const double exact = cudnn_cost(p, 55e12, 16, {0.026, 1.5, 4, 5.5}, {0.035, 1.6, 2, 8.5});
-  if (!p.allow_tf32) return exact;
-  return std::min(exact, cudnn_cost(p, 407e12, 32, {0.034, 2, 0.6, 5.7}, {0.016, 1.8, 1.6, 2.3}));
-}
-
-// One of its gradients, fitted to the same layers: within a factor of 2 for most.
-double cudnn_gradient_cost(const Problem& p, bool of_weight) {
-  if (p.element_size() == 2) {
-    if (of_weight) return cudnn_cost(p, 780e12, 32, {0.06, 2.7, 7, 2.5}, {0.05, 2.7, 2.5, 0.5});
-    return cudnn_cost(p, 780e12, 32, {0.05, 2.2, 5.4, 2.1}, {0.04, 2.2, 0.5, 0.5});
-  }
-  const double exact = of_weight ? cudnn_cost(p, 55e12, 16, {0.05, 2.3, 8, 2.6}, {0.05, 2, 8, 8})
-                                 : cudnn_cost(p, 55e12, 16, {0.06, 1.6, 1, 1}, {0.06, 1.9, 0.4, 1.5});
-  if (!p.allow_tf32) return exact;
-  return std::min(exact, of_weight ? cudnn_cost(p, 407e12, 32, {0.06, 1.8, 7, 1.5}, {0.05, 2, 1.5, 0.7})
-                                   : cudnn_cost(p, 407e12, 32, {0.06, 1.6, 6, 1}, {0.04, 1.8, 0.8, 0.7}));
-}
-
 // PyTorch's own. The unfused chain passes over the convolution's output some ten times.
 double aten_cuda_cost(Operation operation, const Problem& p, const DeviceInfo&) {
   switch (operation) {
     case Operation::kInputGradient:
     case Operation::kWeightGradient:
-      return (p.axis[0].is_trivial() ? 1 : 1.7) * cudnn_gradient_cost(p, operation == Operation::kWeightGradient);
+      return cudnn_gradient_cost(p, operation == Operation::kWeightGradient);
     case Operation::kChainGradients:
       return cudnn_cost(p) + ms(40 * p.bytes(), 4.3e12);
     case Operation::kLogSumExpHardswish:
@@ -290,6 +189,8 @@ const Row kTable[] = {
      family_cost<pixel_shuffle_cost_ms>},
     {CandidateId::kShuffleGemm, "shuffle_gemm", true, kForward, family_refusal<90, shuffle_gemm_refusal, 91>,
      family_cost<shuffle_gemm_cost_ms>},
+    {CandidateId::kShufflePlanes, "shuffle_planes", true, kForward, family_refusal<90, shuffle_planes_refusal, 91>,
+     family_cost<shuffle_planes_cost_ms>},
     {CandidateId::kFlatGemm, "flat_gemm", true, kForward, family_refusal<90, flat_gemm_refusal, 91>,
      family_cost<flat_gemm_cost_ms>},
     {CandidateId::kPhaseTma, "phase_tma", true, kForward, family_refusal<90, phase_tma_refusal, 91>,
@@ -346,12 +247,16 @@ const Row kTable[] = {
      half_of<pairs_tf32_cost_ms>, /*shares=*/true},
     {CandidateId::kBoxesTf32, "boxes_tf32_gradients", true, kBothGradients, family_refusal<90, boxes_tf32_refusal, 91>,
      half_of<boxes_tf32_cost_ms>, /*shares=*/true},
+    {CandidateId::kFewPositions, "few_dgrad", true, bit(Operation::kInputGradient),
+     family_refusal<90, few_input_gradient_refusal>, family_cost<few_input_gradient_cost_ms>},
+    {CandidateId::kFewPositions, "few_wgrad", true, bit(Operation::kWeightGradient),
+     family_refusal<90, few_weight_gradient_refusal>, family_cost<few_weight_gradient_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChain, family_refusal<80, chain_mma_refusal>,
      family_cost<chain_mma_cost_ms>},
     {CandidateId::kFusedMma, "fused_mma", true, kChainGradients, family_refusal<80, fused_chain_backward_refusal>,
      fused_gradients_cost},
     {CandidateId::kFused, "fused", true, kChain | kChainGradients, fused_refusal, own_cuda_cost},
-    {CandidateId::kAten, "aten", true, kAny, never, aten_cuda_cost},
+    {CandidateId::kAten, "aten", true, kAny, never, aten_cuda_cost, /*shares=*/true},
 };
 
 // An activation in a pass of its own: it reads and writes the output.

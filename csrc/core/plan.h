@@ -9,6 +9,9 @@
 
 namespace fastconvt {
 
+// Milliseconds for `amount` at `rate` a second, of which costs are made.
+inline double ms(double amount, double rate) { return amount / rate * 1e3; }
+
 enum class Operation { kConvTranspose, kInputGradient, kWeightGradient, kLogSumExpHardswish, kChainGradients };
 
 // The implementations, one row each in plan.cpp. kAten is PyTorch's own (oneDNN, cuDNN), so that the plan never loses
@@ -28,6 +31,7 @@ enum class CandidateId {
   kPairsGradients,
   kPairsTf32,
   kBoxesTf32,
+  kFewPositions,
   kHeads,
   kHeadsGemm,
   kOverlapAdd,
@@ -35,6 +39,7 @@ enum class CandidateId {
   kFilterBank,
   kPixelShuffle,
   kShuffleGemm,
+  kShufflePlanes,
   kFlatGemm,
   kPhaseTma,
   kPhaseTf32,

@@ -206,6 +206,16 @@ inline RowsWeightGradientTile rows_weight_gradient_tile(const Problem& p) {
   }
 }
 
+// Blocks of a part of the weight's sums; and how many parts may be: those of strict float32, for which cuDNN needs no
+// workspace, lie in the memory of the input's gradient.
+inline int64_t rows_weight_gradient_blocks(const Problem& p, const RowsWeightGradientTile& t) {
+  return p.groups / t.groups * t.classes * t.out_chunks * t.in_chunks;
+}
+inline int64_t rows_weight_gradient_most_parts(const Problem& p) {
+  if (p.dtype != DType::kFloat32 || p.allow_tf32) return int64_t{1} << 30;
+  return std::max<int64_t>(1, p.in_elements() / std::max<int64_t>(1, p.weight_elements()));
+}
+
 // Both kernels.
 inline std::string rows_gradient_refusal(const Problem& p) {
   constexpr int64_t kMaxAttribute = 4096, kMaxSize = int64_t{1} << 30;
@@ -308,8 +318,10 @@ inline double rows_weight_gradient_cost_ms(const Problem& p) {
   const double staged = double(t.groups) * double(t.out_channels * t.columns + t.in_channels * t.positions);
   const double blocks = double(p.groups / t.groups * t.out_chunks * t.in_chunks);
   const double segments = double(ceil_div(p.axis[2].in, t.positions));
-  const double compute = rows_instructions_ms(double(p.batch) * segments * rows * blocks * kRowsWarps,
-                                              450 + rows_staging_instructions(p, staged) + steps * step);
+  const int64_t wanted = std::max<int64_t>(1, 264 / rows_weight_gradient_blocks(p, t));
+  const double idle = double(wanted) / double(std::min(wanted, rows_weight_gradient_most_parts(p)));
+  const double compute = idle * rows_instructions_ms(double(p.batch) * segments * rows * blocks * kRowsWarps,
+                                                     450 + rows_staging_instructions(p, staged) + steps * step);
   const bool channels_last = p.layout == Layout::kChannelsLast;
   const double layout = !channels_last ? 1.3 : p.element_size() == 2 ? 2.4 : 1.45;  // as measured on 75 layers
   return 0.016 + layout * std::max(compute, rows_gradient_bytes_ms(p));

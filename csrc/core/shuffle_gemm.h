@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <string>
 
 #include "problem.h"
@@ -20,18 +21,24 @@ inline constexpr int kShuffleGemmColumns[] = {256, 128, 64};
 inline constexpr int kShuffleGemmMaxStages = 24;
 inline constexpr int64_t kShuffleGemmShared = 227 * 1024;
 inline constexpr int kShuffleGemmStaging = 8192;  // bytes of a warpgroup's outputs on their way to memory
-inline constexpr int kShuffleGemmMaxTerms = 8192;
-inline constexpr int kShuffleGemmBlocks = 132;  // that run at once on an H200
+inline constexpr int kShuffleGemmBlocks = 132;    // that run at once on an H200
+
+// How outputs leave shared memory: threads store vectors; tensor copies of boxes; bulk copies of all that is side by
+// side of a line of positions. Copies cost a block's warpgroups less, but have the fewer registers of four of them.
+enum class ShuffleGemmStore { kVectors, kBoxes, kRuns };
 
 struct ShuffleGemmTile {
-  int columns;    // of a tile: of kShuffleGemmColumns
-  bool resident;  // a block's weights stay, else they come with the inputs
-  bool by_hand;   // weights that tensor copies cannot read
-  int chunks;     // of input channels, in a group
-  bool packed;    // contiguous inputs that tensor copies cannot read
+  ShuffleGemmStore store;
+  int warpgroups;  // that multiply: 2, or 4 of fewer registers
+  int sharing;     // of them: a team, 1 or 2, that multiplies at a time by the same weights; teams take turns
+  int columns;     // of a tile: of kShuffleGemmColumns
+  bool resident;   // a block's weights stay, else they come with the inputs
+  bool by_hand;    // weights that tensor copies cannot read
+  int chunks;      // of input channels, in a group
+  bool packed;     // contiguous inputs that tensor copies cannot read
   int column_blocks;
   int stages, stage_bytes;
-  int64_t tiles, items;  // of positions; a pair of tiles by a column block
+  int64_t tiles, items;  // of positions; some tiles (resident, of all warpgroups) by a column block
   // Shared memory in bytes: where each part begins; resident weights come first.
   int ring, staging, terms, offsets, barriers, shared_bytes;
   double cost_ms;
@@ -53,7 +60,36 @@ inline int64_t shuffle_gemm_run(const Problem& p) {
   return p.groups == 1 ? p.axis[2].kernel * p.out_channels : p.out_channels_per_group();
 }
 
-// Everything that follows from columns and resident; false if they do not suit the problem.
+// Positions of a tensor copy of outputs: all of a line of inputs, or a part of it; 0 if tensor copies do not fit.
+inline int shuffle_gemm_box(const Problem& p) {
+  const int64_t width = p.axis[2].in, taps = p.kernel_positions(), kernel = p.axis[2].kernel;
+  if (p.layout != Layout::kContiguous) {
+    const int64_t positions = std::gcd(width, int64_t{64});
+    return positions >= 8 && shuffle_gemm_run(p) % 64 == 0 ? static_cast<int>(positions) : 0;
+  }
+  const bool fits = (kernel == 2 || kernel == 4) && 64 % taps == 0 && width * kernel % 64 == 0 &&
+                    (p.groups == 1 || p.out_channels_per_group() * taps % 64 == 0);
+  return fits ? static_cast<int>(64 / kernel) : 0;
+}
+
+// Whether outputs of a row of taps, or of a run, are whole vectors of 16 bytes.
+inline bool shuffle_gemm_whole(const Problem& p) {
+  return (p.layout == Layout::kContiguous ? p.axis[2].out() : shuffle_gemm_run(p)) % 8 == 0;
+}
+
+// Whether there is a kernel for store, warpgroups and columns.
+inline bool shuffle_gemm_can_store(const Problem& p, const ShuffleGemmTile& t) {
+  const bool contiguous = p.layout == Layout::kContiguous, whole = shuffle_gemm_whole(p);
+  const int64_t taps = p.axis[2].kernel, run = shuffle_gemm_run(p);
+  if (t.warpgroups == 2) return t.columns == 128 || (whole && (!contiguous || taps <= 4));
+  if (t.columns != 128 || is_rectifier(p.activation, p.alpha)) return false;
+  if (t.store == ShuffleGemmStore::kVectors) return contiguous && taps == 2 && whole;
+  if (t.store == ShuffleGemmStore::kBoxes) return shuffle_gemm_box(p) > 0;
+  return !contiguous && p.groups == 1 && run <= 64 && run % 2 == 0 && p.axis[2].in * run % 8 == 0 &&
+         p.axis[2].in >= 16 && t.resident && t.column_blocks == 1;
+}
+
+// Everything that follows from what is chosen, the first five; false if they do not suit the problem.
 inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
   const int64_t columns = p.out_channels_per_group() * p.kernel_positions(), in = p.in_channels_per_group();
@@ -62,68 +98,86 @@ inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   t.packed = shuffle_gemm_packs(p);
   t.column_blocks = static_cast<int>(ceil_div(columns, int64_t{t.columns}));
   const int64_t parts = t.column_blocks * p.groups;
-  if (contiguous && p.axis[2].kernel > 4) {
-    if (t.columns != 128) return false;
-  } else if (t.columns > 64 && columns <= t.columns / 2) {
-    return false;
-  }
-  if (t.resident ? parts > kShuffleGemmBlocks : t.by_hand) return false;
+  if (!shuffle_gemm_can_store(p, t)) return false;
+  const bool choice = shuffle_gemm_whole(p) && (!contiguous || p.axis[2].kernel <= 4);  // of columns
+  if (choice && t.columns > 64 && columns <= t.columns / 2) return false;
+  if (t.resident ? parts > kShuffleGemmBlocks || t.sharing == t.warpgroups : t.by_hand) return false;
   const int64_t weights = t.resident ? int64_t{t.chunks} * t.columns * 128 : 0;
-  const int64_t terms = t.resident ? t.columns : parts * t.columns;
-  if (weights >= kShuffleGemmShared || terms > kShuffleGemmMaxTerms) return false;
-  // Resident: a stage is of one warpgroup's inputs, else of both's, and of the weights.
-  t.stage_bytes = t.resident ? 8192 : 16384 + t.columns * 128;
-  const int fixed = static_cast<int>(weights + terms * 6) + 2 * kShuffleGemmStaging + 1024;
+  if (weights >= kShuffleGemmShared) return false;
+  // Runs need the outputs of all columns at once.
+  const int staging = t.warpgroups * kShuffleGemmStaging * (t.store == ShuffleGemmStore::kRuns ? 2 : 1);
+  const int tables = t.warpgroups * t.columns;
+  t.stage_bytes = t.sharing * 8192 + (t.resident ? 0 : t.columns * 128);
+  const int fixed = static_cast<int>(weights) + tables * 6 + staging + 1024;
   t.stages = static_cast<int>(std::min<int64_t>((kShuffleGemmShared - fixed) / t.stage_bytes, kShuffleGemmMaxStages));
   if (t.stages < (t.resident ? 4 : 2)) return false;
   t.ring = static_cast<int>(weights);
   t.staging = t.ring + t.stages * t.stage_bytes;
-  t.terms = t.staging + 2 * kShuffleGemmStaging;
-  t.offsets = static_cast<int>(t.terms + terms * 4);
-  t.barriers = static_cast<int>(t.offsets + terms * 2);
+  t.terms = t.staging + staging;
+  t.offsets = static_cast<int>(t.terms + tables * 4);
+  t.barriers = static_cast<int>(t.offsets + tables * 2);
   t.shared_bytes = t.barriers + 1024;
   t.tiles = shuffle_gemm_tiles(p, t.packed);
-  t.items = ceil_div(t.tiles, int64_t{2}) * parts;
-  return true;
+  t.items = ceil_div(t.tiles, int64_t{t.resident ? t.warpgroups : t.sharing}) * parts;
+  return t.items < int64_t{1} << 31;
 }
 
-// Milliseconds on an H200. In clocks of a multiprocessor: a chunk's products of both warpgroups, bound by shared memory
-// where columns are few, what one of them needs to store besides, and an item's share of memory and of copies.
+// About the larger one; more where they are close.
+inline double shuffle_gemm_longer(double a, double b) {
+  const double more = std::max(a, b), ratio = std::min(a, b) / more, square = ratio * ratio, fourth = square * square;
+  return more * std::sqrt(std::sqrt(std::sqrt(1 + fourth * fourth)));
+}
+
+// Milliseconds on an H200. In clocks of a multiprocessor: what a team multiplies, bound by tensor cores or by its
+// copies, and what it stores, both for an item; teams do it in turns. The first one waits for its copies.
 inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
   const int64_t columns = p.out_channels_per_group() * p.kernel_positions(), parts = t.column_blocks * p.groups;
-  const int64_t run = contiguous ? p.axis[2].in * p.axis[2].kernel : shuffle_gemm_run(p);
-  const double blocks = t.resident ? double(kShuffleGemmBlocks / parts * parts) : double(kShuffleGemmBlocks);
-  const double rounds = std::ceil(double(t.items) / blocks);
-  double products = t.chunks * (std::max(4.44 * t.columns, 600.0) + (contiguous ? 12 : 0));
-  double copies = t.chunks * double(t.resident ? 16384 : 16384 + t.columns * 128) / 82;
+  const int teams = t.warpgroups / t.sharing;
+  const int64_t blocks = t.resident ? kShuffleGemmBlocks / parts * parts : kShuffleGemmBlocks;
+  const int64_t items = t.resident ? ceil_div(t.tiles, int64_t{t.sharing}) * parts : t.items;  // of a team
+  int64_t rounds = ceil_div(t.items, blocks);
+  if (t.resident) rounds = std::min(rounds * teams, ceil_div(items, std::min(blocks, t.items)));
+  const double inputs = t.sharing * 8192, weights = t.columns * 128;
+  const bool boxes = t.store != ShuffleGemmStore::kVectors;
+  const double thin = p.in_channels_per_group() <= 16 ? 0.25 : 1;  // of a chunk only the first products
+  const double chunk = std::max(thin * t.sharing * std::max(1.67 * t.columns, 126.0) + 260,
+                                (inputs + (t.resident ? 0 : weights)) / 58.7);
+  const double products = t.chunks * chunk * (t.resident ? 0.9 : 1.0) * (boxes ? 0.91 : 1.0);
   const double used =
       double(t.column_blocks == 1 ? std::min<int64_t>(t.columns, round_up(columns, int64_t{64})) : t.columns);
-  double store = 1020 + (contiguous ? 13.2 : 11.9) * used;
-  if (run % 8 != 0) store *= contiguous ? 1.48 : 1.43;
-  double memory = p.bytes() / double(t.items) / 15.6;
-  const double first = t.chunks * (343 + (t.columns * 128 + (t.resident ? 0 : 16384)) / 72.0) + products / 2 + store;
-  // Weights that come with the inputs keep them flowing; what is resident leaves few stages for long sums.
-  if (!t.resident && t.columns == 256) memory *= 0.63;
-  if (t.resident && t.stages < 2 * t.chunks) products *= 1.28;
-  if (t.resident && t.columns == 64) products *= 1.16, copies *= 1.16;
-  const double made = t.resident ? std::max(products, products / 2 + store) : products + 0.72 * store;
-  const double item = std::max({made, memory, copies});
+  double store = t.warpgroups == 2 ? 300 + 14.7 * used : boxes ? 1588 + 14.9 * used : 1115 + 17.8 * used;
+  if (!boxes && !shuffle_gemm_whole(p)) store *= contiguous ? 1.52 : 1.81;
+  const double made = teams == 1 ? products + 0.92 * store : std::max(products, (products + store) / teams);
+  const double item = shuffle_gemm_longer(made, p.bytes() / double(items) / 19.0);
+  const double first = (t.resident ? 410 : 370) + t.chunks * std::max(chunk, (inputs + weights) / 58.7) + store;
   const double packing = t.packed ? 0.0037 + 2.0 * double(p.in_elements() * p.element_size()) / 3e9 : 0;
-  const double cost = std::max((first + (rounds - 1) * item) / 1.755e6, p.bytes() / 3.4e9);
-  return 0.0057 + cost + packing;
+  const double made_ms = 0.006 + (first + double(rounds - 1) * item) / 1.755e6 + packing;
+  return shuffle_gemm_longer(made_ms, 0.006 + p.bytes() / 3.92e9);
 }
 
 inline ShuffleGemmTile find_shuffle_gemm_tile(const Problem& problem) {
   ShuffleGemmTile best{};
   best.cost_ms = 2e9;
-  for (const int columns : kShuffleGemmColumns) {
-    for (const bool resident : {false, true}) {
-      ShuffleGemmTile t{};
-      t.columns = columns, t.resident = resident;
-      if (!finish_shuffle_gemm_tile(problem, t)) continue;
-      t.cost_ms = shuffle_gemm_tile_cost_ms(problem, t);
-      if (t.cost_ms < best.cost_ms) best = t;
+  using Store = ShuffleGemmStore;
+  constexpr struct {
+    Store store;
+    int warpgroups;
+  } kKernels[] = {{Store::kVectors, 2}, {Store::kVectors, 4}, {Store::kBoxes, 4}, {Store::kRuns, 4}};
+  constexpr struct {
+    bool resident;
+    int sharing;
+  } kSources[] = {{true, 1}, {true, 2}, {false, 1}, {false, 2}};
+  for (const auto& kernel : kKernels) {
+    for (const auto& source : kSources) {
+      for (const int columns : kShuffleGemmColumns) {
+        ShuffleGemmTile t{};
+        t.store = kernel.store, t.warpgroups = kernel.warpgroups, t.columns = columns;
+        t.resident = source.resident, t.sharing = source.sharing;
+        if (!finish_shuffle_gemm_tile(problem, t)) continue;
+        t.cost_ms = shuffle_gemm_tile_cost_ms(problem, t);
+        if (t.cost_ms < best.cost_ms) best = t;
+      }
     }
   }
   return best;

@@ -10,17 +10,21 @@ namespace fastconvt::cuda {
 namespace {
 
 // The kernels of a candidate for a gradient of the input and of the weight; and what makes all gradients and shares
-// work, null if there is nothing, which may refuse tensors for their alignment. It makes both, or any `as_one`.
+// work, null if there is nothing, which may refuse tensors for their alignment. It makes both, or `any`.
 using GradientWorkspace = int64_t (*)(const Problem&, const void* grad_output, const void* input, const void* weight);
 struct GradientKernels {
   CandidateId id;
   decltype(&launch_dense_input_gradient) input;
   GradientWorkspace input_workspace;  // null: none
   decltype(&launch_dense_weight_gradient) weight;
-  GradientWorkspace weight_workspace;
+  GradientWorkspace weight_workspace;  // null: none
   decltype(&launch_depthwise_gradients) all = nullptr;
   GradientWorkspace workspace_of_all = nullptr;
   bool as_one = false;  // whether that pass costs hardly more than one of them
+  bool any = false;     // whether it makes any of them
+  // That of the weight before another family's of the input, in whose memory a part of the workspace stands.
+  decltype(&launch_gemm_weight_gradient_beside) weight_beside = nullptr;
+  GradientWorkspace workspace_beside = nullptr;
 };
 
 // A launcher of the input's gradient that needs no workspace.
@@ -42,7 +46,7 @@ constexpr GradientKernels kGradients[] = {
      launch_depthwise_weight_gradient, of_problem<depthwise_weight_gradient_workspace>},
     {CandidateId::kDepthwiseGradients, launch_without<launch_depthwise_input_gradient>, nullptr,
      launch_depthwise_weight_gradient, of_problem<depthwise_weight_gradient_workspace>, launch_depthwise_gradients,
-     of_problem<depthwise_gradients_workspace>, /*as_one=*/true},
+     of_problem<depthwise_gradients_workspace>, /*as_one=*/true, /*any=*/true},
     {CandidateId::kHeads, launch_without<launch_heads_input_gradient>, nullptr, launch_heads_weight_gradient,
      of_problem<heads_weight_gradient_workspace>},
     {CandidateId::kDirect, launch_without<launch_direct_input_gradient>, nullptr, launch_direct_weight_gradient,
@@ -51,15 +55,19 @@ constexpr GradientKernels kGradients[] = {
      launch_dense_weight_gradient, of_problem<dense_weight_gradient_workspace>},
     {CandidateId::kMirrored, launch_mirrored_input_gradient, mirrored_input_gradient_workspace, nullptr, nullptr},
     {CandidateId::kGradientGemm, launch_gemm_input_gradient, gemm_input_gradient_workspace, launch_gemm_weight_gradient,
-     gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace},
+     gemm_weight_gradient_workspace, launch_gemm_gradients, gemm_gradients_workspace, /*as_one=*/false, /*any=*/false,
+     launch_gemm_weight_gradient_beside, gemm_weight_gradient_beside_workspace},
     {CandidateId::kPairsGradients, launch_pairs_input_gradient, pairs_input_gradient_workspace,
-     launch_pairs_weight_gradient, pairs_weight_gradient_workspace, launch_pairs_gradients, pairs_gradients_workspace},
+     launch_pairs_weight_gradient, pairs_weight_gradient_workspace, launch_pairs_gradients, pairs_gradients_workspace,
+     /*as_one=*/false, /*any=*/false, launch_pairs_weight_gradient_beside, pairs_weight_gradient_beside_workspace},
     {CandidateId::kPairsTf32, launch_pairs_tf32_input_gradient, pairs_tf32_input_gradient_workspace,
      launch_pairs_tf32_weight_gradient, pairs_tf32_weight_gradient_workspace, launch_pairs_tf32_gradients,
      of_problem<pairs_tf32_gradients_workspace>, /*as_one=*/true},
     {CandidateId::kBoxesTf32, launch_boxes_tf32_input_gradient, boxes_tf32_input_gradient_workspace,
      launch_boxes_tf32_weight_gradient, boxes_tf32_weight_gradient_workspace, launch_boxes_tf32_gradients,
      of_problem<boxes_tf32_gradients_workspace>, /*as_one=*/true},
+    {CandidateId::kFewPositions, launch_without<launch_few_input_gradient>, nullptr, launch_few_weight_gradient,
+     nullptr},
 };
 
 // Those of a candidate; null: ATen's.
@@ -114,7 +122,7 @@ class Backward {
   bool launch_all(const GradientKernels& kernels, const Gradient& input, const Gradient& weight,
                   const Tensor& bias) const {
     const bool both = input.data() != nullptr && weight.data() != nullptr;
-    if (!kernels.all || !(both || kernels.as_one)) return false;
+    if (!kernels.all || !(both || kernels.any)) return false;
     const Tensor as_read = weight_of(call_, kernels.id);
     const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr(), *w = as_read.const_data_ptr();
     const Tensor sums = workspace(call_.input, kernels.workspace_of_all(call_.problem, grad, x, w));
@@ -139,11 +147,16 @@ class Backward {
   void launch_weight(const GradientKernels& kernels, const Gradient& gradient, const Tensor& bias,
                      const Gradient& input) const {
     const void *grad = dense_->const_data_ptr(), *x = call_.input.const_data_ptr();
-    const int64_t bytes = kernels.weight_workspace(call_.problem, grad, x, nullptr);
-    std::optional<Tensor> sums;
-    if (input.data() == nullptr || bytes > call_.problem.in_elements() * call_.problem.element_size()) {
-      sums = workspace(call_.input, bytes);
+    const int64_t bytes = kernels.weight_workspace ? kernels.weight_workspace(call_.problem, grad, x, nullptr) : 0;
+    const bool fits = bytes <= call_.problem.in_elements() * call_.problem.element_size();
+    if (input.data() != nullptr && !fits && kernels.weight_beside) {
+      const Tensor rest = workspace(call_.input, kernels.workspace_beside(call_.problem, grad, x, nullptr));
+      return check(kernels.weight_beside(call_.problem, grad, x, input.data(), gradient.data(), data(bias),
+                                         rest.mutable_data_ptr(), scope_.stream()),
+                   name_);
     }
+    std::optional<Tensor> sums;
+    if (input.data() == nullptr || !fits) sums = workspace(call_.input, bytes);
     check(kernels.weight(call_.problem, grad, x, gradient.data(), data(bias),
                          sums ? sums->mutable_data_ptr() : input.data(), scope_.stream()),
           name_);
@@ -196,6 +209,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_transpose_backward(const Tensor& grad_ou
   };
   const GradientKernels* const by_input = planned(Operation::kInputGradient, of_input);
   const GradientKernels* const by_weight = planned(Operation::kWeightGradient, of_weight);
+  // As PyTorch does, the input's first: what cuDNN needs for it is the peak, often.
+  if (of_input && !by_input && by_weight) take(backward.make_by_aten(input, of_input), of_input);
   if (by_input || by_weight) {
     const int64_t bits = (by_input ? of_input : 0) | (by_weight ? of_weight : 0);
     take(backward.make(by_input, by_weight, bits & kBiasBit), bits);

@@ -160,7 +160,7 @@ struct Boxes {
     return launch_boxes(problem, of, workspace, stream);
   }
 };
-using Launchers = Tf32Launchers<Boxes>;
+using Launchers = AlignedLaunchers<Boxes>;
 
 }  // namespace
 

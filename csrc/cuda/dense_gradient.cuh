@@ -66,8 +66,12 @@ struct DenseParams {
   int in_blocks;
   int warps_m, warps_n, warps_k;
   int steps, weight_bytes, resident;
+  int weight_row, weight_channel, weight_quads;  // of plain weights
+  int weight_vector, weights_made;               // whether they are copied in 16 bytes, and become operands
+  FastDivide by_weight_row, by_weight_channel;   // in units of these
   int table_bytes, stage_bytes, stages;
   int tiles, splits;
+  int sum_row;             // of the weight's gradient: floats of a row of sums
   int threads, producers;  // of a block
   int run;                 // chunks, or boxes, after which sums go on in shared memory; 0: they
                            // do not
@@ -106,6 +110,7 @@ struct DenseTables {
   int* places;    // of positions, in bytes
   int* boxes;     // of positions: x, y << 10, z << 20; -1: none
   int* steps;     // bytes of granules that are multiplied
+  int* weights;   // of plain weights, which stand behind: bytes of these granules' first ones in a row, -1: none
 
   __device__ DenseTables(const DenseParams& p, char* shared) {
     columns = reinterpret_cast<int2*>(shared + kDenseBarrierBytes);
@@ -113,6 +118,7 @@ struct DenseTables {
     places = reinterpret_cast<int*>(lines + p.lines);
     boxes = places + p.positions;
     steps = boxes + p.positions;
+    weights = reinterpret_cast<int*>(shared + (reinterpret_cast<char*>(steps + 2 * p.steps) - shared + 15) / 16 * 16);
   }
 
   __device__ void fill(const DenseParams& p) const {

@@ -1,14 +1,16 @@
 // The input's gradient as an implicit matrix product: rows are positions of a box, columns input channels, the inner
-// dimension is output channels by taps. Half of the warps stage the output's gradient, the others multiply. A first
-// kernel lays the weights out as operands.
+// dimension is output channels by taps. Half of the warps stage the output's gradient, the others multiply. Weights of
+// 32 bits are read as they lie; of 16, a first kernel lays them out as operands.
 #pragma once
 
 #include "dense_gradient_copy.cuh"
 #include "dense_gradient_steps.cuh"
+#include "dense_input_gradient_steps.cuh"
+#include "device/registers.cuh"
 
 namespace fastconvt::cuda {
 
-template <typename T, DensePrecision kPrecision>
+template <typename T>
 __global__ void __launch_bounds__(256)
     dense_weights_kernel(const __grid_constant__ DenseParams p, int columns, int64_t entries) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -35,7 +37,7 @@ __global__ void __launch_bounds__(256)
   const int kernel = p.kernel[0] * p.kernel[1] * p.kernel[2];
   const T* weight = static_cast<const T*>(p.weight) +
                     (static_cast<int64_t>(group) * p.input.channels + channel) * p.grad.channels * kernel;
-  uint32_t words[4] = {};
+  uint32_t words[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int granule = 2 * step + half, plane = granule / taps, tap = granule - plane * taps;
@@ -52,20 +54,9 @@ __global__ void __launch_bounds__(256)
       element[i] =
           exists ? weight[static_cast<int64_t>(from) * kernel + (kd * p.kernel[1] + kh) * p.kernel[2] + kw] : T{};
     }
-    uint32_t word;
-    memcpy(&word, element, 4);
-    if constexpr (kPrecision == DensePrecision::kFloat32) {
-      split_dense(word, words[half], words[2 + half]);
-    } else {
-      words[half] = kPrecision == DensePrecision::kTf32 ? round_tf32(__uint_as_float(word)) : word;
-    }
+    memcpy(&words[half], element, 4);
   }
-  char* target = static_cast<char*>(p.workspace) + entry * kDenseEntry<kPrecision>;
-  if constexpr (kPrecision == DensePrecision::kFloat32) {
-    *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-  } else {
-    *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
-  }
+  static_cast<uint2*>(p.workspace)[entry] = make_uint2(words[0], words[1]);
 #endif
 }
 
@@ -82,9 +73,10 @@ struct DenseInputTile {
   __device__ DenseInputTile(const DenseParams& p, int index) : box(p, box_of(p, index, group, block)) {}
 };
 
+// `columns` are those of a block.
 template <typename T>
 __device__ __forceinline__ void produce_dense_input(const DenseParams& p, const DenseTables& tables, uint32_t barriers,
-                                                    char* stages) {
+                                                    int columns, char* stages) {
   const int thread = threadIdx.x - kDenseConsumers<T>;
   int stage = 0, round = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
@@ -99,10 +91,13 @@ __device__ __forceinline__ void produce_dense_input(const DenseParams& p, const 
       }
       if (round > 0) dense_wait(kDenseEmpty + stage, p.threads);
       char* target = stages + stage * p.stage_bytes;
-      if (!p.resident) {
+      char* const weights = target + p.chunk_planes * p.plane_bytes;
+      if (sizeof(T) == 4 && !p.resident) {
+        stage_plain_weights(p, tile.group, tile.block, columns, chunk, weights, thread, p.producers);
+      } else if (!p.resident) {
         const int64_t block = (static_cast<int64_t>(tile.group) * p.in_blocks + tile.block) * p.chunks + chunk;
-        copy_words(static_cast<const char*>(p.workspace) + block * p.weight_bytes,
-                   target + p.chunk_planes * p.plane_bytes, p.weight_bytes, thread, p.producers);
+        copy_words(static_cast<const char*>(p.workspace) + block * p.weight_bytes, weights, p.weight_bytes, thread,
+                   p.producers);
       }
       stage_gradients<T>(p, tables, grad + first * p.grad.plane, p.grad.channels - first * p.grad.plane_channels, at[0],
                          at[1], at[2], thread, target);
@@ -199,9 +194,14 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
   DenseOperands<kRows> operands;
   operands.steps = tables.steps;
   operands.weight_step = columns * 32 * kDenseEntry<kPrecision>;
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) operands.rows[m] = tables.places[first_row + m * 16 + lane % 16];
   const int own_weights = (warp_n * kColumns * 32 + lane) * kDenseEntry<kPrecision>;
+  DensePlainOperands<kRows> plain;
+  plain.steps = tables.steps, plain.table = tables.weights, plain.quads = p.weight_quads;
+  plain.columns = 8 * p.weight_row * 4;
+  const int own_row =
+      ((warp_n * kColumns * 8 + lane / 4) * p.weight_row + lane % 4 * (p.runs > 1 ? 1 : p.weight_channel)) * 4;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) operands.rows[m] = plain.rows[m] = tables.places[first_row + m * 16 + lane % 16];
   int stage = 0, parity = 0;
   for (int index = blockIdx.x; index < p.tiles; index += gridDim.x) {
     const DenseInputTile tile(p, index);
@@ -212,9 +212,16 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
       mbarrier_wait(barriers + 8 * stage, parity);
       const char* source = stages + stage * p.stage_bytes;
       operands.stage = shared_address(source);
-      operands.weights =
-          (p.resident ? weights + chunk * p.weight_bytes : source + p.chunk_planes * p.plane_bytes) + own_weights;
-      add_dense_steps<T, kPrecision, kRows, kColumns>(operands, warp_k, p.warps_k, p.steps, sums);
+      const char* const here = p.resident ? weights + chunk * p.weight_bytes : source + p.chunk_planes * p.plane_bytes;
+      if (sizeof(T) == 4 && !p.weights_made) {
+        if constexpr (sizeof(T) == 4) {
+          plain.stage = operands.stage, plain.weights = shared_address(here) + own_row;
+          add_plain_stage<kPrecision, kRows, kColumns>(plain, warp_k, p.warps_k, p.steps, sums);
+        }
+      } else {
+        operands.weights = here + own_weights;
+        add_dense_steps<T, kPrecision, kRows, kColumns>(operands, warp_k, p.warps_k, p.steps, sums);
+      }
       dense_arrive(kDenseEmpty + stage, p.threads);
       if (++stage == p.stages) stage = 0, parity ^= 1;
       if constexpr (kPrecision == DensePrecision::kFloat32) {
@@ -236,6 +243,7 @@ __device__ __forceinline__ void consume_dense_input(const DenseParams& p, const 
   }
 }
 
+// kProducers: warps that copy.
 template <typename T, DensePrecision kPrecision, int kRows, int kColumns, int kProducers>
 __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gradient_blocks(sizeof(T)))
     dense_input_gradient_kernel(const __grid_constant__ DenseParams p) {
@@ -255,15 +263,34 @@ __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gr
   float4* const totals = room - (p.run > 0 ? kRows * kColumns * kDenseConsumers<T> : 0);
   char* const weights = shared + p.table_bytes;
   const int weight_bytes = p.resident ? p.chunks * p.weight_bytes : 0;
-  wait_for_previous_grid();  // for the weights
+  const int columns = p.warps_n * kColumns * 8;
+  if constexpr (sizeof(T) == 4) fill_plain_weights(p, tables.weights);
+  wait_for_previous_grid();
   if (p.resident) {
-    copy_words(static_cast<const char*>(p.workspace), weights, weight_bytes, threadIdx.x, p.threads);
+    if constexpr (sizeof(T) == 4) {
+      for (int chunk = 0; chunk < p.chunks; ++chunk) {
+        stage_plain_weights(p, 0, 0, columns, chunk, weights + chunk * p.weight_bytes, threadIdx.x, p.threads);
+      }
+    } else {
+      copy_words(static_cast<const char*>(p.workspace), weights, weight_bytes, threadIdx.x, p.threads);
+    }
     wait_for_copies();
+    __syncthreads();
+    if (sizeof(T) == 4 && p.weights_made) {
+      constexpr int kThreads = kDenseConsumers<T> + 32 * kProducers;
+      for (int chunk = 0; chunk < p.chunks; ++chunk) {
+        make_operands<kPrecision, kThreads>(p, tables.weights, columns, weights + chunk * p.weight_bytes);
+      }
+    }
   }
   __syncthreads();
+  // Operands of products want more registers than copies.
+  constexpr bool kShift = kProducers == 8 && kPrecision == DensePrecision::kFloat32;
   if (threadIdx.x >= kDenseConsumers<T>) {
-    produce_dense_input<T>(p, tables, barriers, weights + weight_bytes);
+    if constexpr (kShift) lower_registers<88>();
+    produce_dense_input<T>(p, tables, barriers, columns, weights + weight_bytes);
   } else {
+    if constexpr (kShift) raise_registers<168>();
     consume_dense_input<T, kPrecision, kRows, kColumns>(p, tables, barriers, weights, weights + weight_bytes, room,
                                                         totals + threadIdx.x);
   }

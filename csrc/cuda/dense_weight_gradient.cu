@@ -1,4 +1,4 @@
-#include "dense_weight_gradient_reduction.cuh"
+#include "dense_weight_gradient.cuh"
 
 #include "dispatch.h"
 #include "rows_bias_gradient.cuh"
@@ -6,7 +6,7 @@
 namespace fastconvt::cuda {
 namespace {
 
-// The workspace holds the bias's partial sums, which are float64, then the weight's.
+// The bias's partial sums, which are float64, are done with before the weight's stand in their place.
 int64_t bias_workspace(const Problem& problem) {
   const BiasGradientParams p = make_bias_params(problem, nullptr, nullptr, nullptr);
   return round_up(int64_t{p.channels} * p.batch_slices * p.position_slices * int64_t{sizeof(double)}, int64_t{16});
@@ -20,10 +20,12 @@ cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, int
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(kinds * p.splits), p.threads, t.shared_bytes, stream>>>(p);
   error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  const int64_t blocks = kinds * dense_weight_sums(t) / 4 / kDenseReduceSlots;
+  if (error != cudaSuccess || p.splits == 1) return error;
+  int shares = 1;
+  while (shares < 8 && 4 * shares < p.splits) shares *= 2;
+  const int64_t blocks = ceil_div(p.weight_elements * shares, kDenseReduceThreads);
   return launch_early(dense_weight_reduction_kernel<T>, dim3(static_cast<unsigned>(blocks)), kDenseReduceThreads, 0,
-                      stream, p, kinds, kRows, kColumns);
+                      stream, p, shares);
 }
 
 }  // namespace
@@ -31,8 +33,7 @@ cudaError_t launch_product(const DenseParams& p, const DenseGradientTile& t, int
 int64_t dense_weight_gradient_workspace(const Problem& problem) {
   DenseGradientTile tile{};
   if (!dense_gradient_refusal(problem, true, tile).empty()) return 0;
-  return bias_workspace(problem) + dense_weight_splits(problem, tile) * dense_weight_kinds(problem, tile) *
-                                       dense_weight_sums(tile) * int64_t{sizeof(float)};
+  return std::max(bias_workspace(problem), dense_weight_partial_bytes(problem, dense_weight_splits(problem, tile)));
 }
 
 cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
@@ -41,10 +42,11 @@ cudaError_t launch_dense_weight_gradient(const Problem& problem, const void* gra
   if (!dense_gradient_refusal(problem, true, tile).empty()) return cudaErrorNotSupported;
   DenseParams p = dense_params(problem, tile, grad_output, input);
   p.output = grad_weight;
-  p.workspace = static_cast<char*>(workspace) + bias_workspace(problem);
+  p.workspace = workspace;
   p.tiles = static_cast<int>(dense_gradient_boxes(problem, tile));
   p.splits = static_cast<int>(dense_weight_splits(problem, tile));
   p.steps = static_cast<int>(dense_weight_units(problem, tile));
+  p.sum_row = static_cast<int>(dense_weight_row(problem, tile));
   const int64_t steps = tile.positions / (2 * dense_granule(problem) * tile.warps_k);  // of a box
   if (tile.totals) p.run = static_cast<int>(std::max<int64_t>(1, kDenseGradientRun / std::max<int64_t>(1, steps)));
   const int kinds = static_cast<int>(dense_weight_kinds(problem, tile));

@@ -1,26 +1,14 @@
 // The weight's gradient as an implicit matrix product: rows are granules of output channels or taps, columns input
 // channels, the inner dimension is positions. Some warps stage both tensors, box by box, the others multiply.
-// Blocks own partial sums; a second kernel adds them, in float64.
+// Blocks own partial sums, which a second kernel adds, in float64, where there are several.
 #pragma once
 
 #include "dense_gradient_copy.cuh"
 #include "dense_gradient_product.cuh"
+#include "dense_weight_gradient_sums.cuh"
 #include "device/registers.cuh"
 
 namespace fastconvt::cuda {
-
-// What a block sums: input channels of a block, output channels of a chunk, taps of a block.
-struct DenseKind {
-  int group, block, chunk, tap[3];
-
-  __device__ DenseKind(const DenseParams& p, int index) {
-    find_taps(p, index, tap);
-    chunk = index % p.chunks;
-    index /= p.chunks;
-    block = index % p.in_blocks;
-    group = index / p.in_blocks;
-  }
-};
 
 // Stages a box of inputs: granules of channels, position by position, or of neighbouring positions, as they lie in
 // memory, channel by channel.
@@ -230,7 +218,7 @@ __device__ __forceinline__ void add_stage(const DensePositions<T, kRows>& o, int
 
 template <typename T, DensePrecision kPrecision, int kRows, int kColumns>
 __device__ __forceinline__ void consume_dense_weight(const DenseParams& p, const DenseTables& tables, uint32_t barriers,
-                                                     int split, char* stages, float4* totals, float4* partial) {
+                                                     const DenseKind& kind, int split, char* stages, float4* totals) {
   constexpr int kUnits = 16 / kGranule<T>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warps = p.warps_m * p.warps_n;
@@ -278,18 +266,18 @@ __device__ __forceinline__ void consume_dense_weight(const DenseParams& p, const
   if constexpr (kPrecision == DensePrecision::kFloat32) {
     if (flushed) flush_dense<kRows, kColumns>(totals, false, true, sums);
   }
+  dense_wait(kDenseTeam, kDenseConsumers<T>);  // the room is that of the stages
   if (p.warps_k > 1) {
-    dense_wait(kDenseTeam, kDenseConsumers<T>);  // the room is that of the stages
     reduce_dense<kRows, kColumns>(kDenseConsumers<T>, warps, p.warps_k, warp_mn, warp_k,
                                   reinterpret_cast<float4*>(stages), sums);
+    dense_wait(kDenseTeam, kDenseConsumers<T>);
   }
-  if (warp_k > 0) return;
-  partial += warp_mn * kRows * kColumns * 32 + lane;
-#pragma unroll
-  for (int i = 0; i < kRows * kColumns; ++i) {
-    const auto& s = sums[i / kColumns][i % kColumns];
-    partial[i * 32] = make_float4(s[0], s[1], s[2], s[3]);
+  float* const room = reinterpret_cast<float*>(stages);
+  if (warp_k == 0) {
+    leave_sums<T, kRows, kColumns>(p, warp_m * kRows * 16 + lane / 4, warp_n * kColumns * 8 + lane % 4 * 2, room, sums);
   }
+  dense_wait(kDenseTeam, kDenseConsumers<T>);
+  store_sums<T>(p, kind, split, p.warps_n * kColumns * 8, room);
 }
 
 // kProducers: warps that copy.
@@ -309,20 +297,19 @@ __global__ void __launch_bounds__(kDenseConsumers<T> + 32 * kProducers, dense_gr
     tables.steps[i] = plane < p.chunk_planes ? plane * p.plane_bytes + DenseTables::tap_place(p, i - plane * taps) : 0;
   }
   __syncthreads();
-  const int kinds = gridDim.x / p.splits, split = blockIdx.x / kinds, kind = blockIdx.x - split * kinds;
+  const int kinds = gridDim.x / p.splits, split = blockIdx.x / kinds;
+  const DenseKind kind(p, blockIdx.x - split * kinds);
   char* const stages = shared + p.table_bytes;
   // Operands of products want more registers than copies.
   constexpr bool kShift = kProducers == 8 && kPrecision == DensePrecision::kFloat32;
   if (threadIdx.x >= kDenseConsumers<T>) {
     if constexpr (kShift) lower_registers<88>();
-    produce_dense_weight<T>(p, tables, barriers, DenseKind(p, kind), split, p.warps_n * kColumns * 8, stages);
+    produce_dense_weight<T>(p, tables, barriers, kind, split, p.warps_n * kColumns * 8, stages);
   } else {
     if constexpr (kShift) raise_registers<168>();
-    const int64_t sums = p.warps_m * p.warps_n * kRows * kColumns * 32;
     consume_dense_weight<T, kPrecision, kRows, kColumns>(
-        p, tables, barriers, split, stages,
-        reinterpret_cast<float4*>(stages) - kRows * kColumns * kDenseConsumers<T> + threadIdx.x,
-        static_cast<float4*>(p.workspace) + (static_cast<int64_t>(split) * kinds + kind) * sums);
+        p, tables, barriers, kind, split, stages,
+        reinterpret_cast<float4*>(stages) - kRows * kColumns * kDenseConsumers<T> + threadIdx.x);
   }
 #endif
 }

@@ -10,9 +10,36 @@
 namespace fastconvt::cuda {
 namespace {
 
+constexpr int kPortableCluster = 8;  // blocks
+
 // The smallest number that is not less than `least`, and `rest` modulo `period`.
 int64_t at_least(int64_t least, int64_t rest, int64_t period) {
   return least + ((rest - least) % period + period) % period;
+}
+
+// In clusters of so many blocks; cudaErrorNotSupported where the device has no room for one.
+template <typename... Params>
+cudaError_t launch_cluster(void (*kernel)(Params...), dim3 grid, int threads, int64_t shared, int cluster,
+                           cudaStream_t stream, const Params&... params) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute, config.numAttrs = 1;
+  if (cluster > kPortableCluster) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess || clusters < 1) {
+      cudaGetLastError();  // the error is handled here
+      return cudaErrorNotSupported;
+    }
+  }
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 template <class Traits>
@@ -88,11 +115,13 @@ cudaError_t launch(const Problem& problem, const DepthwiseGradientsTile& t, Dept
   p.by_depth_part = fast_divide(static_cast<int>(t.depth_parts));
   p.by_grad_plane = fast_divide(static_cast<int>(depth.stride)), p.by_input_plane = fast_divide(Traits::kDepth);
   const int64_t blocks = t.splits * problem.in_channels;
-  if (blocks >= int64_t{1} << 31 || total > 227 * 1024) return cudaErrorNotSupported;
+  if (blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
   const auto kernel = depthwise_gradients_kernel<Traits>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024);
+  const cudaError_t error = allow_depthwise_shared(kernel, total);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, static_cast<size_t>(total), stream>>>(p, whole);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  if (p.cluster) return launch_cluster(kernel, grid, Traits::kThreads, total, p.splits, stream, p, whole);
+  kernel<<<grid, Traits::kThreads, static_cast<size_t>(total), stream>>>(p, whole);
   return cudaGetLastError();
 }
 
@@ -128,12 +157,14 @@ cudaError_t launch_reduction(const DepthwiseWeightParams& whole, cudaStream_t st
 int64_t depthwise_gradients_workspace(const Problem& original) {
   if (original.in_elements() == 0 || !depthwise_gradients_refusal(original).empty()) return 0;
   const Problem problem = depthwise_gradients_view(original);
-  int64_t splits = 0;
+  int64_t parts = 0;
   for (const bool aligned : {false, true}) {
-    if (depthwise_gradients_shape(problem, aligned) >= 0)
-      splits = std::max(splits, choose_depthwise_gradients_tile(problem, aligned).splits);
+    if (depthwise_gradients_shape(problem, aligned) < 0) continue;
+    const DepthwiseGradientsTile t = choose_depthwise_gradients_tile(problem, aligned);
+    if (t.splits > 1 && !t.cluster) parts = std::max(parts, t.splits);
   }
-  return splits * (problem.weight_elements() + problem.in_channels) * int64_t{sizeof(float)};
+  const int64_t biases = problem.has_bias ? problem.in_channels : 0;
+  return parts * (problem.weight_elements() + biases) * int64_t{sizeof(float)};
 }
 
 cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad_output, const void* input,
@@ -147,7 +178,8 @@ cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad
   DepthwiseGradientsParams p{};
   p.grad = grad_output, p.input = input, p.weight = weight, p.output = grad_input;
   const bool sums = grad_weight != nullptr || grad_bias != nullptr;
-  p.partial = sums ? static_cast<float*>(workspace) : nullptr;
+  p.cluster = sums && t.cluster;
+  p.partial = static_cast<float*>(workspace);
   p.bias_partial = grad_bias != nullptr ? p.partial + t.splits * problem.weight_elements() : nullptr;
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -167,7 +199,8 @@ cudaError_t launch_depthwise_gradients(const Problem& original, const void* grad
     const cudaError_t error = problem.layout == Layout::kChannelsLast
                                   ? launch_depthwise_gradients_channels(problem, t, p, r, stream)
                                   : dispatch_shape<T>(problem, t, p, r, stream);
-    return error == cudaSuccess && sums && t.splits > 1 ? launch_reduction<T>(r, stream) : error;
+    const bool parts = sums && t.splits > 1 && !t.cluster;
+    return error == cudaSuccess && parts ? launch_reduction<T>(r, stream) : error;
   });
 }
 

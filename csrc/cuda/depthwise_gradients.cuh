@@ -12,8 +12,8 @@
 // memory.
 #pragma once
 
-#include "depthwise_gradients_repair.cuh"
 #include "depthwise_gradients_stage.cuh"
+#include "depthwise_gradients_sums.cuh"
 #include "depthwise_gradients_thread.cuh"
 
 namespace fastconvt::cuda {
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
   const uint32_t barriers = shared_address(shared);
   const AxisParams &depth = p.axis[0], &height = p.axis[1], &width = p.axis[2];
   const int number = static_cast<int>(threadIdx.x);
-  const int split = static_cast<int>(blockIdx.x) / p.channels;
-  const int channel = static_cast<int>(blockIdx.x) - split * p.channels;
+  const DepthwiseBlock block(p);
+  const int split = block.split, channel = block.channel;
   const int turns = ((p.units + p.slots - 1) / p.slots - split + p.splits - 1) / p.splits;
   const int total = turns * p.depth_bases * p.slabs;
 
@@ -226,8 +226,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     }
     at.advance(p);
   }
+  if (whole.output == nullptr && whole.grad_bias == nullptr) return;
   const bool alone = p.splits == 1;  // the sums are whole
-  if (p.partial == nullptr) return;
+  const DepthwiseBlock again(p);     // found again rather than kept in registers
   thread.keep(column);
   if (!has_class) column[Traits::kSums * kThreads] = 0;  // it has read the rows of another class
   __syncthreads();
@@ -246,8 +247,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
       not_finite_sum = fmaf(total, 0.f, not_finite_sum);
       if (alone) {
         static_cast<T*>(whole.output)[filter + tap] = from_accumulator<T>(total);
+      } else if (p.cluster) {
+        sums[i * kThreads + lane] = total;
       } else {
-        p.partial[split * p.weight_elements + filter + tap] = total;
+        p.partial[again.split * p.weight_elements + filter + tap] = total;
       }
       continue;
     }
@@ -256,13 +259,19 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     if (lane > 0 || whole.grad_bias == nullptr) continue;
     not_finite_sum = fmaf(total, 0.f, not_finite_sum);
     if (alone) {
-      static_cast<T*>(whole.grad_bias)[channel] = from_accumulator<T>(total);
+      static_cast<T*>(whole.grad_bias)[again.channel] = from_accumulator<T>(total);
+    } else if (p.cluster) {
+      sums[i * kThreads] = total;
     } else {
-      p.bias_partial[static_cast<int64_t>(split) * p.channels + channel] = total;
+      p.bias_partial[static_cast<int64_t>(again.split) * p.channels + again.channel] = total;
     }
   }
-  if (alone && __syncthreads_or(not_finite_sum != 0)) {
-    repair_sums<T, kThreads>(whole, channel, reinterpret_cast<double*>(sums));
+  if (!alone && !p.cluster) return;
+  const bool repeats = __syncthreads_or(not_finite_sum != 0);
+  if (p.cluster) {
+    add_sums_of_cluster<Traits>(p, whole, again, sums, !repeats, tap_of);
+  } else if (repeats) {
+    repair_sums<T, kThreads>(whole, again.channel, reinterpret_cast<double*>(sums));
   }
 #endif
 }

@@ -80,7 +80,7 @@ cudaError_t launch(const Problem& problem, const DepthwiseGradientsTile& t, Dept
   p.by_height_part = fast_divide(static_cast<int>(t.height_parts));
   p.by_depth_part = fast_divide(static_cast<int>(t.depth_parts));
   const int64_t blocks = t.splits * t.channel_tiles;
-  if (blocks >= int64_t{1} << 31 || total > 227 * 1024 || columns > 256) return cudaErrorNotSupported;
+  if (blocks >= int64_t{1} << 31 || columns > 256) return cudaErrorNotSupported;
   if (p.bases * height.stride > 256) return cudaErrorNotSupported;
   const cuuint32_t channels = kChannels, rows = static_cast<cuuint32_t>(p.bases);
   const cuuint32_t grad_box[5] = {channels, static_cast<cuuint32_t>(columns),
@@ -91,9 +91,7 @@ cudaError_t launch(const Problem& problem, const DepthwiseGradientsTile& t, Dept
   cudaError_t error = make_map(problem, p.grad, width.out(), height.out(), depth.out(), grad_box, grad_map);
   if (error == cudaSuccess) error = make_map(problem, p.input, width.in, height.in, depth.in, input_box, input_map);
   const auto kernel = depthwise_gradients_channels_kernel<Traits>;
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024);
-  }
+  if (error == cudaSuccess) error = allow_depthwise_shared(kernel, total);
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(blocks), Traits::kThreads, static_cast<size_t>(total), stream>>>(p, whole, grad_map,
                                                                                                   input_map);

@@ -169,6 +169,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
           thread.input[d][0][e] = base < input_rows[d] ? to_accumulator(x) : 0.f;
         }
       }
+      float bias = 0;  // of a base at a time: equal terms of a longer sum would be less exact
 #pragma unroll
       for (int ph = 0; ph < kPhases; ++ph) {
         if (ph > 0 && height_phase + ph >= height.stride) continue;
@@ -182,8 +183,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
         } else {
           thread.template add_row<false>(ph, grad);
         }
-        if (base < bias_bases) thread.add_bias(grad, true, 0);
+        bias += thread.own_columns(grad);
       }
+      thread.bias += base < bias_bases ? bias : 0.f;
       float value[kDepth][kInputs];
       thread.finish(value);
       const int done = base - (kHeight - 1);
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     }
     at.advance(p);
   }
-  if (p.partial == nullptr) return;
+  if (whole.output == nullptr && whole.grad_bias == nullptr) return;
   const bool alone = p.splits == 1;  // the sums are whole
   thread.keep(column);
   if (!has_class) column[Traits::kSums * kThreads] = 0;  // it has read the rows of another class

@@ -45,8 +45,9 @@ struct DepthwiseGradientsParams {
   const void* input;
   const void* weight;
   void* output;         // the input's gradient, or null
-  float* partial;       // (splits, weight_elements), or null
-  float* bias_partial;  // (splits, channels), or null
+  bool cluster;         // whether the blocks of a channel are one, that adds their sums; else those of several go to
+  float* partial;       // (splits, weight_elements)
+  float* bias_partial;  // and (splits, channels)
   AxisParams axis[3];
   int64_t grad_batch, grad_channel, input_batch, input_channel, grad_plane, input_plane;  // strides, in elements
   int grad_row, input_row;
@@ -88,6 +89,19 @@ struct DepthwiseStageCursor {
     if (++depth_base < p.depth_bases) return;
     depth_base = 0;
     turn += p.splits;
+  }
+};
+
+// What a block makes in contiguous tensors; those of a channel follow each other where they are a cluster.
+struct DepthwiseBlock {
+  int split, channel;
+
+  __device__ __forceinline__ explicit DepthwiseBlock(const DepthwiseGradientsParams& p) {
+    int number;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(number));
+    const int divisor = p.cluster ? p.splits : p.channels, quotient = number / divisor;
+    const int rest = number - quotient * divisor;
+    split = p.cluster ? rest : quotient, channel = p.cluster ? quotient : rest;
   }
 };
 

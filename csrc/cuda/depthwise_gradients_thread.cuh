@@ -104,13 +104,19 @@ struct DepthwiseGradientsThread {
     }
   }
 
-  // All columns of the inputs' own, or the first `count` ones.
+  // The sum of the inputs' own columns.
+  __device__ __forceinline__ float own_columns(const float (&grad)[kColumns]) const {
+    float total = grad[Traits::kMargin];
+#pragma unroll
+    for (int e = 1; e < Traits::kOwn; ++e) total += grad[Traits::kMargin + e];
+    return total;
+  }
+
+  // All of them, or the first `count` columns.
   __device__ __forceinline__ void add_bias(const float (&grad)[kColumns], bool whole, int count) {
     float total = 0;
     if (whole) {
-      total = grad[Traits::kMargin];
-#pragma unroll
-      for (int e = 1; e < Traits::kOwn; ++e) total += grad[Traits::kMargin + e];
+      total = own_columns(grad);
     } else {
 #pragma unroll
       for (int e = 0; e < kColumns; ++e) total += e < count ? grad[e] : 0.f;

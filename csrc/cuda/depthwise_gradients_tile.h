@@ -19,17 +19,17 @@ struct DepthwiseGradientsTile {
   int64_t groups = 1, tile = 1, tiles = 1, slots = 1;
   int64_t depth_parts = 1, height_parts = 1, depth_rows = 1, height_rows = 1, depth_bases = 1, height_bases = 1;
   int64_t units = 1, splits = 1, channel_tiles = 1;
+  bool cluster = false;  // the blocks of a channel, of splits, are one
 };
 
-// Requires a shape for the problem.
-inline DepthwiseGradientsTile choose_depthwise_gradients_tile(const Problem& problem, bool aligned) {
+inline DepthwiseGradientsTile depthwise_gradients_tile_of(const Problem& problem, int shape_index) {
   constexpr int64_t kParts[] = {1, 2, 3, 4, 5, 6, 8, 9, 12, 16};
   constexpr double kWalk = 3, kBlock = 16;  // in bases: what a turn and a block cost beside them
   constexpr int64_t kBases = 1024;          // of a thread, at most: the sums of more would be less exact in float32
   constexpr int64_t kPlanes = 20 * 1024;    // bytes of planes that wait for the next base of the depth
   const bool channels_last = problem.layout == Layout::kChannelsLast;
   DepthwiseGradientsTile t;
-  t.shape = depthwise_gradients_shape(problem, aligned);
+  t.shape = shape_index;
   const DepthwiseGradientsShape& shape =
       channels_last ? kDepthwiseGradientsChannels[t.shape] : kDepthwiseGradientsShapes[t.shape];
   t.flat = !shape.aligned;
@@ -79,6 +79,37 @@ inline DepthwiseGradientsTile choose_depthwise_gradients_tile(const Problem& pro
     }
   }
   return t;
+}
+
+// Clusters need no workspace and no second kernel. All are to run at once: pairs always fit, larger ones leave some
+// room of the multiprocessors without any.
+inline bool depthwise_gradients_cluster(const Problem& problem, const DepthwiseGradientsTile& t) {
+  constexpr int64_t kLargest = 16;  // blocks
+  if (problem.layout != Layout::kContiguous || t.splits == 1 || t.splits > kLargest) return false;
+  const int64_t resident = 132 * kDepthwiseGradientsShapes[t.shape].resident, blocks = problem.in_channels * t.splits;
+  return blocks <= (t.splits == 2 ? resident : resident * 7 / 8);
+}
+
+// Requires a shape for the problem.
+inline DepthwiseGradientsTile choose_depthwise_gradients_tile(const Problem& problem, bool aligned) {
+  DepthwiseGradientsTile t = depthwise_gradients_tile_of(problem, depthwise_gradients_shape(problem, aligned));
+  t.cluster = depthwise_gradients_cluster(problem, t);
+  if (problem.layout != Layout::kContiguous || t.splits == 1 || t.cluster || t.shape != 0) return t;
+  DepthwiseGradientsTile large = depthwise_gradients_tile_of(problem, kDepthwiseLargeBlocks);
+  large.cluster = depthwise_gradients_cluster(problem, large);
+  return large.cluster && 2 * large.splits >= t.splits ? large : t;
+}
+
+// Lets a kernel have so much shared memory; cudaErrorNotSupported where the device has less.
+template <class Kernel>
+cudaError_t allow_depthwise_shared(Kernel* kernel, int64_t bytes) {
+  int device = 0, largest = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&largest, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  if (bytes > largest) return cudaErrorNotSupported;
+  // The same value every time: launches from several threads must not undo each other's.
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, largest);
 }
 
 // In channels_last: depthwise_gradients_channels.cu. Pointers are set, and nothing else of `p`.

@@ -46,6 +46,7 @@ constexpr Launcher kLaunchers[] = {
     {CandidateId::kFilterBank, without_workspace<launch_filter_bank>},
     {CandidateId::kPixelShuffle, without_workspace<launch_pixel_shuffle>},
     {CandidateId::kShuffleGemm, launch_shuffle_gemm, shuffle_gemm_workspace},
+    {CandidateId::kShufflePlanes, launch_shuffle_planes, shuffle_planes_workspace},
     {CandidateId::kFlatGemm, launch_flat_gemm, workspace_of<flat_gemm_workspace>},
     {CandidateId::kPhaseTma, launch_phase_tma, workspace_of<phase_tma_workspace>},
     {CandidateId::kPhaseTf32, launch_phase_tf32, workspace_of<phase_tf32_workspace>},

@@ -19,38 +19,42 @@ struct AllGradients {
   bool unrolled() const { return plan.form == GemmGradientsForm::kUnrolled; }
 };
 
-// The workspace: the packed weight, input and gradient of the output, partial sums that are not where the input's
-// gradient will be, and the unrolled bias's. TF32 is packed in two forms, one after the other at the same place.
+// The workspace: the packed weight or padded planes, packed input and gradient of the output, partial sums that are not
+// where the input's gradient will be, and the unrolled bias's. TF32 is packed in two forms, one after the other at the
+// same place.
 struct Workspace {
-  int64_t weight, input, grad, packed, sums, bias;
-  bool two_forms, lends;  // lends: the input's gradient has room for sums
+  int64_t own = 0, input = 0, grad = 0, packed = 0, sums = 0, bias = 0;
+  bool two_forms = false, lends = false;  // lends: the input's gradient has room for sums
 
   explicit Workspace(const AllGradients& a) {
     const Problem& p = a.plan.products;
     two_forms = p.element_size() == 4;
-    weight = round_up(gradient_gemm_weight_bytes(p, a.weight), int64_t{1024});
+    own = round_up(gradient_gemm_own_bytes(p, a.plan.input, a.weight), int64_t{1024});
+    if (a.plan.by_windows()) {
+      packed = own;
+      return;
+    }
     input = round_up(gemm_weight_input_bytes(p, a.plan.weight, a.input), int64_t{1024});
     grad = a.unrolled() ? gemm_unrolled_bytes(a.problem) : gradient_gemm_packed_bytes(p, a.grad_output);
-    packed =
-        two_forms ? std::max(weight + grad, input + gemm_weight_grad_bytes(p, a.grad_output)) : weight + input + grad;
+    packed = two_forms ? std::max(own + grad, input + gemm_weight_grad_bytes(p, a.grad_output)) : own + input + grad;
     packed = round_up(packed, int64_t{1024});
     sums = gemm_weight_sums_bytes(p, a.plan.weight);
-    lends = !gemm_weight_finishes(p, a.plan.weight) && sums <= a.problem.in_elements() * a.problem.element_size();
+    lends = !a.plan.together && sums <= a.problem.in_elements() * a.problem.element_size();
     bias = a.unrolled() && a.problem.has_bias ? gemm_unrolled_bias_bytes(a.problem) : 0;
   }
   int64_t bytes() const { return packed + (lends ? 0 : sums) + bias; }
 };
 
 struct Places {
-  char *weight, *input, *grad;  // packed; null: read as it lies
+  char *own, *input, *grad;  // packed; null: read as it lies. `own`: the weight, or padded planes
   void* sums;
   float* bias;
 
   Places(const AllGradients& a, const Workspace& of) {
     char* const base = a.workspace;
-    weight = of.weight > 0 ? base : nullptr;
-    input = of.input > 0 ? base + of.weight : nullptr;
-    grad = of.grad > 0 ? base + of.weight + (of.two_forms ? 0 : of.input) : nullptr;
+    own = of.own > 0 ? base : nullptr;
+    input = of.input > 0 ? base + of.own : nullptr;
+    grad = of.grad > 0 ? base + of.own + (of.two_forms ? 0 : of.input) : nullptr;
     sums = of.lends ? a.grad_input : base + of.packed;
     bias = reinterpret_cast<float*>(base + of.packed + (of.lends ? 0 : of.sums));
   }
@@ -59,9 +63,9 @@ struct Places {
 cudaError_t pack(const AllGradients& a, const Places& at, bool with_input, cudaStream_t stream) {
   if (a.unrolled()) {
     return launch_gemm_unroll(a.problem, a.grad_output, at.grad, a.grad_bias != nullptr ? at.bias : nullptr, a.weight,
-                              at.weight, a.input, at.input, stream);
+                              at.own, a.input, at.input, stream);
   }
-  return launch_gradient_gemm_pack(a.plan.products, a.grad_output, at.grad, a.weight, at.weight, a.input,
+  return launch_gradient_gemm_pack(a.plan.products, a.plan.input, a.grad_output, at.grad, a.weight, at.own, a.input,
                                    with_input ? at.input : nullptr, stream);
 }
 
@@ -69,12 +73,15 @@ const void* or_itself(const void* packed, const void* tensor) { return packed !=
 
 cudaError_t make_input(const AllGradients& a, const Places& at, GradientGemmOrder order, cudaStream_t stream) {
   return launch_packed_gemm_input_gradient(a.problem, a.plan.products, a.plan.input, a.grad_output,
-                                           or_itself(at.grad, a.grad_output), a.weight, or_itself(at.weight, a.weight),
+                                           or_itself(at.grad, a.grad_output), a.weight, or_itself(at.own, a.weight),
                                            a.grad_input, order, stream);
 }
 
-// One after the other, since each packs in its form.
 cudaError_t make_weight(const AllGradients& a, const Places& at, GemmWeightPhase phase, cudaStream_t stream) {
+  if (a.plan.by_windows()) {
+    return launch_window_weight_gradient(a.problem, a.plan.windows, a.grad_output, at.own, a.input, a.grad_weight,
+                                         a.grad_bias, stream);
+  }
   const bool unrolled = a.unrolled();
   const cudaError_t error = launch_packed_gemm_weight_gradient(
       a.problem, a.plan, a.grad_output, or_itself(at.grad, a.grad_output), a.input, a.grad_weight,
@@ -130,6 +137,9 @@ cudaError_t launch_gemm_gradients(const Problem& problem, const void* grad_outpu
   if (is_refused(problem)) return cudaErrorNotSupported;
   if (!is_aligned(grad_input) || (grad_bias != nullptr && !problem.has_bias)) return cudaErrorNotSupported;
   const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(problem);
+  if ((plan.input.windows && !is_aligned(weight)) || (plan.by_windows() && !is_aligned(input))) {
+    return cudaErrorNotSupported;
+  }
   return launch(
       {problem, plan, grad_output, input, weight, grad_input, grad_weight, grad_bias, static_cast<char*>(workspace)},
       stream);

@@ -13,10 +13,11 @@ namespace fastconvt::cuda {
 // vectors of 16 bytes); TF32 is rounded. The weight likewise: (input channels, taps, channels). 0 bytes: it is so
 // already.
 int64_t gradient_gemm_packed_bytes(const Problem& problem, const void* grad_output);
-int64_t gradient_gemm_weight_bytes(const Problem& problem, const void* weight);
+int64_t gradient_gemm_own_bytes(const Problem& problem, const GradientGemmTile& tile, const void* weight);
 // Packs both in one launch, and the input for the weight's gradient (16 bits); what has no target is not packed.
-cudaError_t launch_gradient_gemm_pack(const Problem& problem, const void* grad_output, void* packed, const void* weight,
-                                      void* packed_weight, const void* input, void* packed_input, cudaStream_t stream);
+cudaError_t launch_gradient_gemm_pack(const Problem& problem, const GradientGemmTile& tile, const void* grad_output,
+                                      void* packed, const void* weight, void* own, const void* input,
+                                      void* packed_input, cudaStream_t stream);
 
 // How the input's gradient follows the grid before it. `ready`: that one has waited for what is read before it let this
 // one begin. `stores_wait`: it reads what is where the input's gradient will be.
@@ -29,6 +30,12 @@ cudaError_t launch_packed_gemm_input_gradient(const Problem& problem, const Prob
                                               const GradientGemmTile& tile, const void* grad_output, const void* packed,
                                               const void* weight, const void* packed_weight, void* grad_input,
                                               GradientGemmOrder order, cudaStream_t stream);
+
+// The weight's gradient, and the bias's if that is not null, from padded planes, which launch_gradient_gemm_pack() has
+// made; where gradient_gemm_weight_tile() has a shape and the input is aligned to 16 bytes.
+cudaError_t launch_window_weight_gradient(const Problem& problem, const GradientGemmTile& tile, const void* grad_output,
+                                          const void* planes, const void* input, void* grad_weight, void* grad_bias,
+                                          cudaStream_t stream);
 
 // Where the weight's gradient has partial sums, and what it packs itself.
 struct GemmWeightPlaces {

@@ -6,62 +6,27 @@
 
 #include "dispatch.h"
 #include "gemm_gradients.h"
+#include "gemm_weight_gradient_maps.h"
 #include "gemm_weight_gradient_pack.cuh"
 #include "gemm_weight_gradient_reduction.cuh"
 #include "gradient_gemm_pack_plan.h"
 #include "launchers.h"
 #include "rows_bias_gradient.cuh"
-#include "tensor_map.h"
 
 namespace fastconvt::cuda {
 namespace {
 
-// A tensor with channels innermost, in rows of whole vectors of 16 bytes; float32 as two planes.
-struct Operand {
-  const void* data;
-  int planes;
-  int64_t groups, channels, group_pitch;  // channels of a group, and their pitch
-  int64_t size[4];                        // batch, depth, height, width
-
-  int64_t positions() const { return size[0] * size[1] * size[2] * size[3]; }
-  int64_t pitch() const { return groups * group_pitch; }
-  int64_t bytes() const { return round_up(planes * plane_bytes(), int64_t{1024}); }
-  int64_t plane_bytes() const { return positions() * pitch() * 2; }
-};
-
-Operand input_operand(const Problem& problem, const void* data) {
-  return {data,
-          problem.dtype == DType::kFloat32 ? 2 : 1,
-          problem.groups,
-          problem.in_channels_per_group(),
-          round_up(problem.in_channels_per_group(), int64_t{8}),
-          {problem.batch, problem.axis[0].in, problem.axis[1].in, problem.axis[2].in}};
-}
-Operand grad_operand(const Problem& problem, const void* data) {
-  return {data,
-          problem.dtype == DType::kFloat32 ? 2 : 1,
-          problem.groups,
-          problem.out_channels_per_group(),
-          round_up(problem.out_channels_per_group(), int64_t{8}),
-          {problem.batch, problem.axis[0].out(), problem.axis[1].out(), problem.axis[2].out()}};
-}
-
-bool as_it_lies(const Problem& problem, const Operand& x) {
-  return x.planes == 1 && gemm_weight_as_it_lies(problem, x.channels) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
-}
-
 // Partial sums: those of the bias, then those of the weight.
 int64_t bias_bytes(const Problem& problem, const GemmWeightTile& t) {
   if (!problem.has_bias) return 0;
-  const int64_t counted = t.splits * t.in_blocks * kGemmWeightBiasWarps * problem.groups * t.slot_blocks *
-                          kGemmWeightBiasBlocks * kGemmWeightShapes[t.shape].width * int64_t{sizeof(float)};
+  if (gemm_weight_sums_bias(problem, t)) return gemm_weight_bias_bytes(problem, t);
   const BiasGradientParams bias = make_bias_params(problem, nullptr, nullptr, nullptr);
-  const int64_t slices = int64_t{bias.channels} * bias.batch_slices * bias.position_slices * int64_t{sizeof(double)};
-  return round_up(gemm_weight_sums_bias(problem, t) ? counted : slices, int64_t{1024});
+  return round_up(int64_t{bias.channels} * bias.batch_slices * bias.position_slices * int64_t{sizeof(double)},
+                  int64_t{512});
 }
 
 // Returns the blocks that pack it.
-int64_t pack_params(const Problem& problem, const Operand& x, void* target, GradientPackParams& p) {
+int64_t pack_params(const Problem& problem, const GemmWeightOperand& x, void* target, GradientPackParams& p) {
   const int channels = x.planes == 2 ? kSplitPackChannels : 64;  // of a tile
   const int64_t blocks = plan_positions(problem, x.size[0], x.positions() / x.size[0], x.groups, x.channels,
                                         x.group_pitch, channels, x.data, target, p);
@@ -73,21 +38,21 @@ int64_t pack_params(const Problem& problem, const Operand& x, void* target, Grad
 struct Packs {
   Packs(const Problem& problem, const GemmWeightTile& t, const void* grad_output, const void* packed, const void* input,
         const GemmWeightPlaces& places)
-      : inputs(input_operand(problem, input)), grads(grad_operand(problem, grad_output)) {
+      : inputs(gemm_weight_input(problem, input)), grads(gemm_weight_grad(problem, grad_output)) {
     direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
-    if (!direct && !as_it_lies(problem, inputs)) {
+    if (!direct && !gemm_weight_lies(problem, inputs)) {
       blocks = pack_params(problem, inputs, places.input, p);
       inputs.data = places.input;
     }
     if (packed != nullptr) {
       grads.data = packed;
-    } else if (!as_it_lies(problem, grads)) {
+    } else if (!gemm_weight_lies(problem, grads)) {
       more = pack_params(problem, grads, places.grad, q);
       grads.data = places.grad;
     }
   }
 
-  Operand inputs, grads;
+  GemmWeightOperand inputs, grads;
   bool direct;  // inputs are read as they lie, contiguous
   GradientPackParams p{}, q{};
   int64_t blocks = 0, more = 0;
@@ -101,53 +66,6 @@ cudaError_t launch_pack(const Packs& packs, cudaStream_t stream) {
   gemm_weight_pack_kernel<T><<<static_cast<unsigned>(blocks), kGradientPackThreads, 0, stream>>>(
       packs.p, packs.q, static_cast<int>(packs.blocks));
   return cudaGetLastError();
-}
-
-// Of a plane. `box`: positions, in the order of the tile's axes; `steps`: from one to the next.
-cudaError_t make_map(const Problem& problem, const GemmWeightTile& t, const Operand& x, int plane, int channels,
-                     const int (&box)[4], const int (&steps)[4], CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  cuuint64_t pitch[4];
-  pitch[3] = static_cast<cuuint64_t>(x.pitch()) * 2;
-  for (int a = 2; a >= 0; --a) pitch[a] = pitch[a + 1] * static_cast<cuuint64_t>(x.size[a + 1]);
-  cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.pitch())}, pitches[4];
-  cuuint32_t boxes[5] = {static_cast<cuuint32_t>(channels)}, strides[5] = {1};
-  for (int i = 0; i < 4; ++i) {
-    dims[i + 1] = static_cast<cuuint64_t>(x.size[t.order[i]]), pitches[i] = pitch[t.order[i]];
-    boxes[i + 1] = static_cast<cuuint32_t>(box[i] * steps[i]), strides[i + 1] = static_cast<cuuint32_t>(steps[i]);
-  }
-  const CUtensorMapSwizzle swizzle = channels == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : channels == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
-  const CUtensorMapDataType type =
-      problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  void* const data = const_cast<char*>(static_cast<const char*>(x.data)) + plane * x.plane_bytes();
-  return encode(&map, type, 5, data, dims, pitches, boxes, strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
-}
-
-// Contiguous inputs, channel by channel.
-cudaError_t make_direct_map(const Problem& problem, const GemmWeightTile& t, const void* input, CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const auto u = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-  const cuuint64_t width = u(problem.axis[2].in), height = u(problem.axis[1].in), depth = u(problem.axis[0].in);
-  const cuuint64_t dims[5] = {width, height, depth, u(problem.in_channels), u(problem.batch)};
-  const cuuint64_t image = width * height * depth * 2;
-  const cuuint64_t pitches[4] = {width * 2, width * height * 2, image, image * u(problem.in_channels)};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(t.box[0]), static_cast<cuuint32_t>(t.box[1]),
-                             static_cast<cuuint32_t>(t.box[2]), 64, static_cast<cuuint32_t>(t.box[3])};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, 5, const_cast<void*>(input), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                t.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
 }
 
 // `direct`: inputs are read as they lie.
@@ -184,7 +102,11 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
   p.taps = gemm_weight_taps(problem, taps);
   std::copy(taps.begin(), taps.begin() + p.taps, p.tap);
   p.all_slots = t.channel_blocks * p.taps;
-  p.rows = t.rows, p.direct = direct;
+  p.by_splits = fast_divide(t.clustered ? p.splits : p.kinds), p.by_taps = fast_divide(p.taps);
+  p.by_slot_blocks = fast_divide(p.slot_blocks), p.by_in_blocks = fast_divide(p.in_blocks);
+  for (int i = 0; i < 4; ++i) p.by_tiles[i] = fast_divide(p.tiles[i]);
+  p.share = p.all_tiles / p.splits, p.more = p.all_tiles % p.splits;
+  p.rows = t.rows, p.direct = direct, p.clustered = t.clustered;
   const int run = t.box[0] * t.box[1] * t.box[2];  // positions of a channel that lie together
   p.channel_bytes = run * 2;
   for (int j = 0; j < 4; ++j) p.input_at[j] = (j * 16 / run * 64 * run + j * 16 % run) * 2;
@@ -192,7 +114,9 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
   p.swizzle = p.row_bytes == 128 ? 1 : p.row_bytes == 64 ? 2 : 3;
   p.boxes = t.boxes, p.box_bytes = t.box_bytes, p.box_copied = t.rows_of_box() * p.row_bytes;
   p.inputs_bytes = (t.rows ? 2 : 1) * kGemmWeightPositions * 128;
-  p.stage_bytes = t.stage_bytes, p.stages = t.stages;
+  p.stage_bytes = t.stage_bytes, p.stages = gemm_weight_stages(problem, t);
+  p.items = static_cast<int>(t.kinds * t.splits);
+  p.staged = gemm_weight_apart_bytes(problem, t) > 0 ? p.stages * t.stage_bytes : 0;
   p.weight_pitch = static_cast<int>(gemm_weight_pitch(problem));
   p.part = problem.in_channels * p.weight_pitch * p.taps;
   p.partial = partial;
@@ -201,21 +125,22 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
 }
 
 template <typename T, int kPlanes, int kShape = 0>
-cudaError_t launch_shape(const GemmWeightTile& t, const GemmWeightParams& p, const GemmWeightMaps<kPlanes>& maps,
-                         cudaStream_t stream) {
+cudaError_t launch_shape(const Problem& problem, const GemmWeightTile& t, const GemmWeightParams& p,
+                         const GemmWeightMaps<kPlanes>& maps, cudaStream_t stream) {
   if constexpr (kShape == kNumGemmWeightShapes) {
     return cudaErrorNotSupported;
   } else {
-    if (t.shape != kShape) return launch_shape<T, kPlanes, kShape + 1>(t, p, maps, stream);
+    if (t.shape != kShape) return launch_shape<T, kPlanes, kShape + 1>(problem, t, p, maps, stream);
     constexpr GemmWeightShape kOf = kGemmWeightShapes[kShape];
     const auto kernel = gemm_weight_gradient_kernel<T, kOf.width / 8, kOf.slots, kPlanes>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kGemmWeightShared));
     if (error != cudaSuccess) return error;
-    const int64_t shared = 1024 + kGemmWeightHead + int64_t{t.stages} * t.stage_bytes;
+    const int64_t apart = gemm_weight_apart_bytes(problem, t);
+    const int64_t shared = 1024 + kGemmWeightHead + int64_t{p.stages} * t.stage_bytes + apart;
     const int cluster = t.clustered ? static_cast<int>(t.splits) : 1;
-    return launch_early_clusters(kernel, dim3(static_cast<unsigned>(t.kinds * t.splits)), kGemmWeightThreads, shared,
-                                 cluster, stream, p, maps);
+    const unsigned blocks = static_cast<unsigned>(apart > 0 ? kGemmWeightProcessors : t.kinds * t.splits);
+    return launch_early_clusters(kernel, dim3(blocks), kGemmWeightThreads, shared, cluster, stream, p, maps);
   }
 }
 
@@ -237,6 +162,24 @@ bool has_pairs(const GemmWeightParams& p, const void* output) {
   return row % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * sizeof(T)) == 0;
 }
 
+// Rows and channels of a block that turns parts; returns the blocks.
+template <typename T>
+int64_t plan_turning(const GemmWeightParams& p, GemmWeightReduction& r) {
+  // Blocks large enough to load much at a time, and enough of them; rows of 128 bytes if possible.
+  const int pitch = p.taps | 1;
+  const int room = static_cast<int>(std::min<int64_t>(kGemmWeightReduceSums, p.part / 528));
+  r.channels = std::min(
+      {p.weight_pitch, std::max(32, std::min(128, room / pitch / 8 * 8)), kGemmWeightReduceSums / pitch / 8 * 8});
+  r.rows = std::max(1, room / (r.channels * pitch));
+  const int blocks = ceil_div(p.weight_pitch, r.channels);
+  r.channel_blocks = fast_divide(blocks), r.vectors = fast_divide(r.channels / 4);
+  const int units = r.rows * r.channels / 4 * p.taps;
+  while (r.shares < 32 && r.shares * 2 <= r.splits && r.shares * units < kGemmWeightReduceThreads) r.shares *= 2;
+  r.pairs = p.group_out % 2 == 0 && reinterpret_cast<uintptr_t>(r.output) % (2 * sizeof(T)) == 0;
+  r.channels_last = p.channels_last;
+  return ceil_div(int64_t{r.all_rows}, int64_t{r.rows}) * blocks;
+}
+
 // Sums of parts, of the bias as well unless it is null.
 template <typename T>
 cudaError_t launch_reduction(const Problem& problem, const Problem& products, const GemmWeightParams& p, void* output,
@@ -245,33 +188,31 @@ cudaError_t launch_reduction(const Problem& problem, const Problem& products, co
   r.definition = p.definition;
   r.group_in = p.group_in, r.group_out = p.group_out, r.weight_pitch = p.weight_pitch;
   r.all_rows = static_cast<int>(problem.in_channels);
-  // Blocks large enough to load much at a time, and enough of them; rows of 128 bytes if possible.
-  const int pitch = p.taps | 1;
-  const int room = static_cast<int>(std::min<int64_t>(kGemmWeightReduceSums, p.part / 528));
-  r.channels = std::min(
-      {p.weight_pitch, std::max(32, std::min(128, room / pitch / 8 * 8)), kGemmWeightReduceSums / pitch / 8 * 8});
-  r.rows = std::max(1, room / (r.channels * pitch));
-  const int blocks = ceil_div(p.weight_pitch, r.channels);
-  r.channel_blocks = fast_divide(blocks), r.vectors = fast_divide(r.channels / 4), r.taps = fast_divide(p.taps);
-  const int units = r.rows * r.channels / 4 * p.taps;
-  r.splits = p.splits, r.shares = 1;
-  while (r.shares < 32 && r.shares * 2 <= r.splits && r.shares * units < kGemmWeightReduceThreads) r.shares *= 2;
-  r.pairs = p.group_out % 2 == 0 && reinterpret_cast<uintptr_t>(output) % (2 * sizeof(T)) == 0;
-  r.channels_last = problem.weight_layout == Layout::kChannelsLast;
-  r.part = p.part, r.partial = p.partial;
-  r.output = output;
+  r.splits = p.splits, r.shares = 1, r.taps = fast_divide(p.taps);
+  r.part = p.part, r.partial = p.partial, r.output = output;
   r.bias_partial = p.bias_partial, r.bias = bias;
   r.out_channels = static_cast<int>(problem.out_channels), r.width = p.row_bytes / 2;
   r.groups = static_cast<int>(problem.groups);
   r.merged = static_cast<int>(products.out_channels / problem.out_channels);
-  r.slots = p.slots, r.slot_blocks = p.slot_blocks, r.parts = p.splits * p.in_blocks * kGemmWeightBiasWarps;
+  r.slots = p.slots, r.slot_blocks = p.slot_blocks, r.parts = p.splits * p.bias_blocks * kGemmWeightBiasWarps;
   r.out_positions = problem.out_positions();
   const bool finished = p.output != nullptr;  // already
-  r.weight_blocks = finished ? 0 : static_cast<int>(ceil_div(problem.in_channels, int64_t{r.rows}) * blocks);
-  const int64_t grid = r.weight_blocks + (p.bias_partial != nullptr ? ceil_div(problem.out_channels, int64_t{32}) : 0);
+  const bool as_it_lies =
+      p.channels_last && p.group_out == p.weight_pitch && reinterpret_cast<uintptr_t>(output) % (4 * sizeof(T)) == 0;
+  int64_t blocks = 0;
+  if (finished || as_it_lies) {
+    const int64_t units = p.part / 4;
+    while (r.shares < 32 && r.shares * 2 <= r.splits && r.shares * units < kGemmWeightReduceThreads * 528)
+      r.shares *= 2;
+    blocks = finished ? 0 : ceil_div(units, int64_t{kGemmWeightReduceThreads / r.shares});
+  } else {
+    blocks = plan_turning<T>(p, r);
+  }
+  r.bias_blocks = p.bias_partial != nullptr ? ceil_div(r.out_channels, 32) : 0;
+  const int64_t grid = blocks + r.bias_blocks;
   if (grid >= int64_t{1} << 31) return cudaErrorNotSupported;
-  return launch_early(gemm_weight_reduction_kernel<T>, dim3(static_cast<unsigned>(grid)), kGemmWeightReduceThreads, 0,
-                      stream, r);
+  const auto kernel = finished || as_it_lies ? gemm_weight_sum_kernel<T> : gemm_weight_reduction_kernel<T>;
+  return launch_early(kernel, dim3(static_cast<unsigned>(grid)), kGemmWeightReduceThreads, 0, stream, r);
 }
 
 struct WeightCall {
@@ -294,14 +235,15 @@ cudaError_t launch_products(const WeightCall& c, const Packs& packs, const GemmW
   int box[4];
   for (int i = 0; i < 4; ++i) box[i] = t.box[i] + t.halo[i];
   for (int plane = 0; plane < kPlanes && error == cudaSuccess; ++plane) {
-    error = packs.direct ? make_direct_map(problem, t, c.input, maps.input[plane])
-                         : make_map(problem, t, packs.inputs, plane, 64, t.box, ones, maps.input[plane]);
+    error = packs.direct ? make_gemm_weight_direct_map(problem, t, c.input, maps.input[plane])
+                         : make_gemm_weight_map(problem, t, packs.inputs, plane, 64, t.box, ones, maps.input[plane]);
     if (error == cudaSuccess) {
-      error = make_map(problem, t, packs.grads, plane, p.row_bytes / 2, box, p.stride, maps.grad[plane]);
+      error = make_gemm_weight_map(problem, t, packs.grads, plane, p.row_bytes / 2, box, p.stride, maps.grad[plane]);
     }
   }
   using Multiplied = std::conditional_t<sizeof(T) == 4, __nv_bfloat16, T>;
-  return error != cudaSuccess ? error : launch_shape<Multiplied, kPlanes>(t, p, maps, stream);
+  if (error == cudaSuccess && p.boxes_out) error = make_gemm_weight_output_map(problem, t, p.output, maps.output);
+  return error != cudaSuccess ? error : launch_shape<Multiplied, kPlanes>(problem, t, p, maps, stream);
 }
 
 template <typename T>
@@ -324,8 +266,9 @@ cudaError_t launch_sums(const WeightCall& c, void* grad_bias, cudaStream_t strea
   p.pairs = has_pairs<T>(p, c.grad_weight);
   p.eights = p.channels_last && p.group_out % 8 == 0 && reinterpret_cast<uintptr_t>(c.grad_weight) % 16 == 0;
   if (gemm_weight_finishes(problem, t)) p.output = c.grad_weight;
-  p.clustered = t.clustered;
+  p.boxes_out = p.output != nullptr && sizeof(T) == 2 && p.eights && !t.clustered;
   if (grad_bias != nullptr) p.bias_partial = reinterpret_cast<float*>(place);
+  p.bias_blocks = gemm_weight_bias_blocks(t);
   if (sums) error = launch_products<T>(c, packs, p, stream);
   const bool rest = c.phase != GemmWeightPhase::kSums && (p.output == nullptr || grad_bias != nullptr);
   if (error != cudaSuccess || !rest) return error;
@@ -347,16 +290,16 @@ cudaError_t launch_call(const WeightCall& c, cudaStream_t stream) {
 
 int64_t gemm_weight_sums_bytes(const Problem& problem, const GemmWeightTile& t) {
   const int64_t part = problem.in_channels * gemm_weight_pitch(problem) * problem.kernel_positions() * 4;
-  return bias_bytes(problem, t) + (gemm_weight_finishes(problem, t) ? 0 : round_up(t.splits * part, int64_t{1024}));
+  return bias_bytes(problem, t) + (gemm_weight_finishes(problem, t) ? 0 : round_up(t.splits * part, int64_t{512}));
 }
 int64_t gemm_weight_input_bytes(const Problem& problem, const GemmWeightTile& t, const void* input) {
   const bool direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;
-  const Operand x = input_operand(problem, input);
-  return direct || as_it_lies(problem, x) ? 0 : x.bytes();
+  const GemmWeightOperand x = gemm_weight_input(problem, input);
+  return direct || gemm_weight_lies(problem, x) ? 0 : x.bytes();
 }
 int64_t gemm_weight_grad_bytes(const Problem& problem, const void* grad_output) {
-  const Operand x = grad_operand(problem, grad_output);
-  return as_it_lies(problem, x) ? 0 : x.bytes();
+  const GemmWeightOperand x = gemm_weight_grad(problem, grad_output);
+  return gemm_weight_lies(problem, x) ? 0 : x.bytes();
 }
 
 int64_t gemm_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,

@@ -11,39 +11,52 @@ namespace fastconvt::cuda {
 // Registers of a thread that multiplies, and of one that copies.
 constexpr int kGemmWeightRegisters = 216, kGemmWeightCopierRegisters = 72;
 
-// In shared memory: of every stage, that it is full and that it is empty.
+// In shared memory: of every stage, that it is full and that it is empty; of both tables, that nobody reads them.
 struct GemmWeightBarriers {
   uint32_t address;
   __device__ __forceinline__ uint32_t full(int stage) const { return address + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return address + (kGemmWeightMaxStages + stage) * 8; }
+  __device__ __forceinline__ uint32_t left(int table) const { return address + (2 * kGemmWeightMaxStages + table) * 8; }
 };
 
 // A staged box of outputs: its channel, its coordinates for the first tile, in the order of the tile's axes.
 struct GemmWeightBox {
   int channel, at[4];
 };
-// Where slots stand in a stage, in bytes, and the boxes; in shared memory.
+// What an item is, where slots stand in a stage, in bytes, and the boxes; in shared memory.
 struct GemmWeightTables {
+  GemmWeightShare share;
   GemmWeightBox box[2 * kGemmWeightMaxSlots];
   int slot[2 * kGemmWeightMaxSlots], number[2 * kGemmWeightMaxSlots];  // number: of its tap
   // Slots of counted taps, of the first block of channels and of both.
   int counted[2 * kGemmWeightMaxSlots], first_counted, all_counted;
   int boxes;
+  GemmWeightOrder order;
+};
+
+// A place in the ring of stages.
+struct GemmWeightRing {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void step(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
 };
 
 // By a warp: a lane has a slot. Slots of one residue and block of channels follow each other and share a box.
-__device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const GemmWeightShare& share,
-                                            GemmWeightTables& tables) {
+__device__ __forceinline__ void fill_tables(const GemmWeightParams& p, int item, GemmWeightTables& tables) {
   static_assert(2 * kGemmWeightMaxSlots <= 32);
 #ifdef FASTCONVT_GEMM_WEIGHT
+  const GemmWeightShare share(p, item);
   const int lane = threadIdx.x % 32, slot = share.first_slot + lane;
+  if (lane == 0) tables.share = share;
   if (lane < 2 * kGemmWeightMaxSlots) tables.slot[lane] = p.inputs_bytes;  // of slots that nobody asks for: any place
   __syncwarp();
   const bool exists = slot < share.end_slot;
   const unsigned all = __ballot_sync(~0u, exists);
   if (!exists) return;
-  const int channel_block = slot / p.taps;
-  const GemmWeightTap tap = load_tap(p, slot - channel_block * p.taps);
+  int place = slot;
+  const int channel_block = p.by_taps(place);
+  const GemmWeightTap tap = load_tap(p, place);
   const int residue = (tap.residue[0] * kGemmWeightMaxStride + tap.residue[1]) * kGemmWeightMaxStride + tap.residue[2];
   const int key = channel_block * kGemmWeightMaxStride * kGemmWeightMaxStride * kGemmWeightMaxStride + residue;
   const unsigned same = __match_any_sync(all, key);
@@ -64,7 +77,8 @@ __device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const Gem
   if (first) tables.box[box].channel = share.group * p.out_pitch + channel_block * (p.row_bytes / 2);
   const int at = p.inputs_bytes + box * p.box_bytes + rows * p.row_bytes;
   tables.slot[lane] = at, tables.number[lane] = tap.number;
-  const int block = channel_block - share.first_slot / p.taps;
+  place = share.first_slot;
+  const int block = channel_block - p.by_taps(place);
   const unsigned counted = __ballot_sync(all, tap.counted && block < kGemmWeightBiasBlocks);
   const unsigned of_first = __ballot_sync(all, tap.counted && block == 0);
   if (counted >> lane & 1) tables.counted[__popc(counted & ((1u << lane) - 1))] = at;
@@ -77,27 +91,25 @@ __device__ __forceinline__ void fill_tables(const GemmWeightParams& p, const Gem
 template <int kPlanes>
 constexpr int kGemmWeightPasses = 2 * kPlanes - 1;
 
-// One thread.
+// One thread: tiles [begin, end).
 template <int kPlanes>
-__device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const GemmWeightShare& share,
-                                            const GemmWeightTables& tables, GemmWeightBarriers barriers,
-                                            uint32_t stages, const GemmWeightMaps<kPlanes>& maps) {
-  int tile[4], rest = share.begin;
+__device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const GemmWeightTables& tables, int begin,
+                                            int end, GemmWeightBarriers barriers, uint32_t stages,
+                                            const GemmWeightMaps<kPlanes>& maps, GemmWeightRing& ring) {
+  const GemmWeightShare& share = tables.share;
+  int tile[4], rest = begin;
   for (int i = 0; i < 4; ++i) {
-    tile[i] = rest % p.tiles[i];
-    rest /= p.tiles[i];
+    const int next = p.by_tiles[i](rest);
+    tile[i] = rest, rest = next;
   }
   const int channel = share.group * (p.direct ? p.group_in : p.in_pitch) + share.in_block * (p.rows ? 128 : 64);
   const int bytes = p.inputs_bytes + tables.boxes * p.box_copied;
-  wait_for_previous_grid();  // for packed tensors
-  let_next_grid_begin();     // it may rely on them, too
-  int stage = 0, parity = 1;
-  for (int index = share.begin; index < share.end; ++index) {
+  for (int index = begin; index < end; ++index) {
 #pragma unroll
     for (int pass = 0; pass < kGemmWeightPasses<kPlanes>; ++pass) {
       const CUtensorMap *const inputs = &maps.input[pass == 1], *const grads = &maps.grad[pass == 2];
-      mbarrier_wait(barriers.empty(stage), parity);
-      const uint32_t full = barriers.full(stage), to = stages + stage * p.stage_bytes;
+      mbarrier_wait(barriers.empty(ring.stage), ring.parity ^ 1);
+      const uint32_t full = barriers.full(ring.stage), to = stages + ring.stage * p.stage_bytes;
       mbarrier_arrive_expecting(full, bytes);
       int at[4];
 #pragma unroll
@@ -115,7 +127,7 @@ __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const Gem
         const int from[5] = {box.channel, at[0] + box.at[0], at[1] + box.at[1], at[2] + box.at[2], at[3] + box.at[3]};
         load_box(to + p.inputs_bytes + b * p.box_bytes, grads, from, full);
       }
-      if (++stage == p.stages) stage = 0, parity ^= 1;
+      ring.step(p.stages);
     }
     for (int i = 0; i < 4; ++i) {
       if (++tile[i] < p.tiles[i]) break;
@@ -128,8 +140,10 @@ __device__ __forceinline__ void copy_stages(const GemmWeightParams& p, const Gem
 // products with ones. A warp has sixteen channels of a slot, a fourth sixteen in turn with the others; of up to two
 // blocks of channels. Blocks that differ in input channels share the tiles.
 template <typename T, int kColumnTiles>
-__device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWeightShare& share,
-                                        const GemmWeightTables& tables, GemmWeightBarriers barriers, uint32_t stages) {
+__device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWeightTables& tables,
+                                        GemmWeightBarriers barriers, uint32_t stages, GemmWeightRing& ring) {
+  mbarrier_wait(barriers.full(ring.stage), ring.parity);  // tables are ready, too
+  const GemmWeightShare share = tables.share;
   constexpr int kTiles = kColumnTiles / 2, kSteps = kGemmWeightPositions / 16, kOwn = kTiles == 4 ? 2 : 1;
   constexpr uint32_t kSwizzle = (kColumnTiles - 1) * 16;
   const int warp = (threadIdx.x - kGemmWeightMultipliers) / 32 - 1, lane = threadIdx.x % 32;
@@ -139,17 +153,17 @@ __device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWei
     row[k] = (p.step_at[k] + lane / 16 * p.group_pitch) * 16 + (lane % 8 * kColumnTiles + lane / 8 % 2) * 16;
   }
   float sum[kGemmWeightBiasBlocks][kOwn][4] = {};
-  int stage = 0, parity = 0, turn = 0;
+  int turn = 0;
 #pragma unroll 1
   for (int index = share.begin; index < share.end; ++index) {
-    mbarrier_wait(barriers.full(stage), parity);
-    const bool own = index % p.in_blocks == share.in_block;
+    mbarrier_wait(barriers.full(ring.stage), ring.parity);
+    const bool own = index % p.bias_blocks == share.in_block;
 #pragma unroll
     for (int block = 0; block < kGemmWeightBiasBlocks && own; ++block) {
       const int end = block == 0 ? tables.first_counted : tables.all_counted;
 #pragma unroll 1
       for (int slot = block == 0 ? 0 : tables.first_counted; slot < end; ++slot) {
-        const uint32_t from = stages + stage * p.stage_bytes + tables.counted[slot];
+        const uint32_t from = stages + ring.stage * p.stage_bytes + tables.counted[slot];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
           const int tile = i == 0 ? warp : 3;
@@ -166,12 +180,13 @@ __device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWei
     }
     if (own && ++turn == kGemmWeightBiasWarps) turn = 0;
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers.empty(stage));
-    if (++stage == p.stages) stage = 0, parity ^= 1;
+    if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));
+    ring.step(p.stages);
   }
-  if (p.output != nullptr) leave_stages<32 * kGemmWeightBiasWarps>();
+  if (p.output != nullptr && p.staged == 0) leave_stages<32 * kGemmWeightBiasWarps>();
+  if (share.in_block >= p.bias_blocks) return;
   const int slot_block = share.first_slot / p.slots, groups = p.kinds / p.in_blocks / p.slot_blocks;
-  const int64_t part = (share.split * p.in_blocks + share.in_block) * kGemmWeightBiasWarps + warp;
+  const int64_t part = (share.split * p.bias_blocks + share.in_block) * kGemmWeightBiasWarps + warp;
   float* to = p.bias_partial +
               ((part * groups + share.group) * p.slot_blocks + slot_block) * (kGemmWeightBiasBlocks * kColumnTiles * 8);
   if (lane % 4 > 0) return;  // all columns of the product are the same
@@ -187,12 +202,13 @@ __device__ __noinline__ void sum_stages(const GemmWeightParams& p, const GemmWei
 }
 
 template <typename T, int kColumnTiles, int kSlots, int kPlanes>
-__device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const GemmWeightShare& share,
-                                                const GemmWeightTables& tables, const GemmWeightOrder& order,
-                                                GemmWeightBarriers barriers, uint32_t stages) {
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+__device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const CUtensorMap* output,
+                                                const GemmWeightTables& tables, GemmWeightBarriers barriers,
+                                                uint32_t stages, GemmWeightRing& ring) {
+  const int thread = thread_again(), warpgroup = __shfl_sync(~0u, thread / 128, 0);
+  const int warp = thread / 32 % 4, lane = thread % 32;
   const int first_slot = p.rows ? 0 : warpgroup * kSlots;
+  mbarrier_wait(barriers.full(ring.stage), ring.parity);  // tables are ready, too
   uint32_t slot[kSlots], steps[4];
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) slot[i] = (stages + tables.slot[first_slot + i]) >> 4;
@@ -212,12 +228,11 @@ __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const
     if (p.rows) inputs[j] += warpgroup * kGemmWeightPositions * 128;
   }
   float sum[kSlots][kColumnTiles][4] = {};
-  int stage = 0, parity = 0;
-  const int count = (share.end - share.begin) * kGemmWeightPasses<kPlanes>;
+  const int count = (tables.share.end - tables.share.begin) * kGemmWeightPasses<kPlanes>;
 #pragma unroll 1
   for (int index = 0; index < count; ++index) {
-    const uint32_t offset = stage * p.stage_bytes;
-    mbarrier_wait(barriers.full(stage), parity);
+    const uint32_t offset = ring.stage * p.stage_bytes;
+    mbarrier_wait(barriers.full(ring.stage), ring.parity);
     uint32_t a[4][4];
     if (p.direct) {
 #pragma unroll
@@ -236,15 +251,29 @@ __device__ __forceinline__ void multiply_stages(const GemmWeightParams& p, const
     wgmma_commit();
     wgmma_wait<0>();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barriers.empty(stage));
-    if (++stage == p.stages) stage = 0, parity ^= 1;
+    if (lane == 0) mbarrier_arrive(barriers.empty(ring.stage));
+    ring.step(p.stages);
   }
-  if (p.output != nullptr) {
-    finish_sums<std::conditional_t<kPlanes == 2, float, T>>(p, share, order, stages, first_slot, sum);
+  const GemmWeightShare share = tables.share;
+  if (kPlanes == 1 && p.boxes_out) {
+    finish_boxes<T>(p, output, share, tables.number, stages, first_slot, sum);
+  } else if (p.output != nullptr) {
+    finish_sums<std::conditional_t<kPlanes == 2, float, T>>(p, share, tables.order, stages, first_slot, sum);
   } else {
     store_partial(p, share, tables.number, first_slot, sum);
   }
 }
+
+template <typename T, int kPlanes>
+__device__ __forceinline__ void fill_order(const GemmWeightParams& p, int item, GemmWeightTables& tables) {
+  if (p.output == nullptr || p.boxes_out) return;
+  const GemmWeightShare share(p, item);
+  order_slots<std::conditional_t<kPlanes == 2, float, T>>(p, share.first_slot, share.end_slot - share.first_slot,
+                                                          (share.end_tile(p) - share.first_tile(p)) * 8, tables.order);
+}
+
+// The items of a block: the first one, the second one and so on.
+__device__ __forceinline__ int item_of(int number) { return static_cast<int>(blockIdx.x + number * gridDim.x); }
 
 template <typename T, int kColumnTiles, int kSlots, int kPlanes>
 __global__ void __launch_bounds__(kGemmWeightThreads, 1)
@@ -252,38 +281,77 @@ __global__ void __launch_bounds__(kGemmWeightThreads, 1)
                                 const __grid_constant__ GemmWeightMaps<kPlanes> maps) {
 #ifdef FASTCONVT_GEMM_WEIGHT
   extern __shared__ unsigned char unaligned_bytes[];
-  __shared__ GemmWeightTables tables;
-  __shared__ GemmWeightOrder order;
   const uint32_t base = (shared_address(unaligned_bytes) + 1023) & ~1023u;
+  constexpr int kTables = 256;
+  static_assert(kTables + 2 * sizeof(GemmWeightTables) <= kGemmWeightHead);
+  GemmWeightTables* const tables = static_cast<GemmWeightTables*>(__cvta_shared_to_generic(base + kTables));
   const GemmWeightBarriers barriers{base};
   const uint32_t stages = base + kGemmWeightHead;
-  const GemmWeightShare share(p);
+  constexpr bool kWalks = kColumnTiles * 8 * kSlots <= kGemmWeightWalkColumns;
   const bool sums_bias = p.bias_partial != nullptr;
+  const int readers = kGemmWeightMultipliers / 32 + (sums_bias ? kGemmWeightBiasWarps : 0);
   if (threadIdx.x == kGemmWeightMultipliers) {
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) prefetch_map(&maps.input[i]), prefetch_map(&maps.grad[i]);
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(barriers.full(i), 1);
-      mbarrier_init(barriers.empty(i), kGemmWeightMultipliers / 32 + (sums_bias ? kGemmWeightBiasWarps : 0));
+      mbarrier_init(barriers.empty(i), readers);
     }
+    for (int i = 0; i < 2; ++i) mbarrier_init(barriers.left(i), readers);
     fence_shared_writes();
   }
   if (threadIdx.x < 32) {
-    fill_tables(p, share, tables);
-  } else if (threadIdx.x < 64 && p.output != nullptr) {
-    order_slots<std::conditional_t<kPlanes == 2, float, T>>(p, share.first_slot, share.end_slot - share.first_slot,
-                                                            (share.end_tile(p) - share.first_tile(p)) * 8, order);
+    fill_tables(p, item_of(0), tables[0]);
+  } else if (threadIdx.x < 64) {
+    fill_order<T, kPlanes>(p, item_of(0), tables[0]);
   }
   __syncthreads();
   if (threadIdx.x < kGemmWeightMultipliers) {
+    GemmWeightRing ring;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGemmWeightRegisters));
-    multiply_stages<T, kColumnTiles, kSlots, kPlanes>(p, share, tables, order, barriers, stages);
+#pragma unroll 1
+    for (int number = 0; item_of(number) < p.items; ++number) {
+      multiply_stages<T, kColumnTiles, kSlots, kPlanes>(p, &maps.output, tables[number % 2], barriers, stages, ring);
+      if (!kWalks) break;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.left(number % 2));
+    }
+    if (p.boxes_out && threadIdx.x % 128 == 0) wait_for_boxes();
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGemmWeightCopierRegisters));
-    if (threadIdx.x == kGemmWeightMultipliers) {
-      copy_stages(p, share, tables, barriers, stages, maps);
-    } else if (kPlanes == 1 && sums_bias && threadIdx.x >= kGemmWeightMultipliers + 32) {
-      sum_stages<T, kColumnTiles>(p, share, tables, barriers, stages);
+    if (threadIdx.x < kGemmWeightMultipliers + 32) {
+      if (threadIdx.x == kGemmWeightMultipliers) {
+        wait_for_previous_grid();  // for packed tensors
+        let_next_grid_begin();     // it may rely on them, too
+      }
+      // The next item's tables are made once stages are on their way.
+      GemmWeightRing ring;
+      const bool copies = threadIdx.x == kGemmWeightMultipliers;
+#pragma unroll 1
+      for (int number = 0; item_of(number) < p.items; ++number) {
+        const GemmWeightTables& table = tables[number % 2];
+        const int begin = table.share.begin, end = table.share.end, middle = min(end, begin + p.stages);
+        const int next = number + 1;
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+          const int from = part == 0 ? begin : middle, to = part == 0 ? middle : end;
+          if (copies) copy_stages(p, table, from, to, barriers, stages, maps, ring);
+          __syncwarp();
+          if (!kWalks || part > 0 || item_of(next) >= p.items) continue;
+          if (next > 1) mbarrier_wait(barriers.left(next % 2), (next / 2 - 1) % 2);
+          fill_tables(p, item_of(next), tables[next % 2]);
+          fill_order<T, kPlanes>(p, item_of(next), tables[next % 2]);
+          __syncwarp();
+        }
+      }
+    } else if (kPlanes == 1 && sums_bias) {
+      GemmWeightRing ring;
+#pragma unroll 1
+      for (int number = 0; item_of(number) < p.items; ++number) {
+        sum_stages<T, kColumnTiles>(p, tables[number % 2], barriers, stages, ring);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.left(number % 2));
+      }
     }
     __syncwarp();
     if (p.clustered) meet_cluster();

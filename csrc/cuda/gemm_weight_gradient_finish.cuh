@@ -9,25 +9,24 @@
 namespace fastconvt::cuda {
 
 constexpr int kGemmWeightMultipliers = 256, kGemmWeightThreads = kGemmWeightMultipliers + 128;
-constexpr int kGemmWeightBiasWarps = 3;
 
 // What a block sums, and of which positions.
 struct GemmWeightShare {
   int group, in_block, first_slot, end_slot;
   int split, begin, end;  // tiles
 
-  __device__ explicit GemmWeightShare(const GemmWeightParams& p) {
-    const int block = static_cast<int>(blockIdx.x);
-    split = p.clustered ? block % p.splits : block / p.kinds;
-    int kind = p.clustered ? block / p.splits : block - split * p.kinds;
-    const int slot_block = kind % p.slot_blocks;
-    kind /= p.slot_blocks;
-    in_block = kind % p.in_blocks;
-    group = kind / p.in_blocks;
+  GemmWeightShare() = default;
+  __device__ GemmWeightShare(const GemmWeightParams& p, int item) {
+    int rest = item, kind = p.by_splits(rest);
+    split = p.clustered ? rest : kind;
+    if (!p.clustered) kind = rest;
+    const int both = p.by_slot_blocks(kind), slot_block = kind;
+    in_block = both;
+    group = p.by_in_blocks(in_block);
     first_slot = slot_block * p.slots;
     end_slot = min(first_slot + p.slots, p.all_slots);
-    begin = static_cast<int>(static_cast<int64_t>(p.all_tiles) * split / p.splits);
-    end = static_cast<int>(static_cast<int64_t>(p.all_tiles) * (split + 1) / p.splits);
+    begin = split * p.share + min(split, p.more);
+    end = begin + p.share + (split < p.more);
   }
 
   // Column tiles of every slot that the block finishes: a part, in a cluster.
@@ -52,6 +51,19 @@ __device__ __forceinline__ bool meet_multipliers(bool says) {
 #endif
   return result != 0;
 }
+// Those of a warpgroup likewise.
+__device__ __forceinline__ bool meet_warpgroup(int warpgroup, bool says) {
+  int result = 0;
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.b32 mine, %1, 0;\nbarrier.cta.red.or.pred any, %2, 128, mine;\n"
+      "selp.b32 %0, 1, 0, any;\n}"
+      : "=r"(result)
+      : "r"(static_cast<int>(says)), "r"(3 + warpgroup)
+      : "memory");
+#endif
+  return result != 0;
+}
 // The warps that sum the bias have read all stages; those that multiply wait for this.
 template <int kLanes>
 __device__ __forceinline__ void leave_stages() {
@@ -68,22 +80,26 @@ __device__ __forceinline__ void wait_for_stages() {
 
 // The first of the rows of a thread's sums, in its block.
 __device__ __forceinline__ int row_of_thread(const GemmWeightParams& p) {
-  const int warp = threadIdx.x / 32;
-  return (p.rows ? warp : warp % 4) * 16 + threadIdx.x % 32 / 4;
+  const int thread = thread_again(), warp = thread / 32;
+  return (p.rows ? warp : warp % 4) * 16 + thread % 32 / 4;
 }
+
+// The first of the columns of a thread's sums, in a column tile.
+__device__ __forceinline__ int column_of_thread() { return thread_again() % 4 * 2; }
 
 // Partial sums as the reduction reads them.
 template <int kColumnTiles, int kSlots>
 __device__ __forceinline__ void store_partial(const GemmWeightParams& p, const GemmWeightShare& share,
                                               const int* numbers, int first_slot,
                                               const float (&sum)[kSlots][kColumnTiles][4]) {
-  const int lane = threadIdx.x % 32;
+  const int lane = thread_again() % 32;
   const int row = share.in_block * (p.rows ? 128 : 64) + row_of_thread(p);
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) {
     const int number = share.first_slot + first_slot + i;
     if (number >= share.end_slot) continue;
-    const int channel_block = number / p.taps, tap = numbers[first_slot + i];
+    int rest = number;
+    const int channel_block = p.by_taps(rest), tap = numbers[first_slot + i];
     const int column = channel_block * kColumnTiles * 8 + lane % 4 * 2;
     float* const to = p.partial + share.split * p.part +
                       ((static_cast<int64_t>(share.group) * p.group_in + row) * p.taps + tap) * p.weight_pitch + column;
@@ -99,12 +115,12 @@ __device__ __forceinline__ void store_partial(const GemmWeightParams& p, const G
   }
 }
 
-// Stages a column tile of a slot, `column` channels from the first one staged.
+// Stages a column tile of a slot, the thread's column `column` channels from the first one staged.
 template <typename T>
 __device__ __forceinline__ void stage_sums(const GemmWeightStaged& staged, const GemmWeightOrder& order, int row,
                                            int slot, int column, const float (&d)[4], float& probe) {
   const int step = order.step[slot];
-  const uint32_t to = staged.base + row * staged.pitch + order.at[slot] + (column + threadIdx.x % 4 * 2) * step;
+  const uint32_t to = staged.base + row * staged.pitch + order.at[slot] + column * step;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     stage_pair<T>(to + half * 8 * staged.pitch, step, d[2 * half], d[2 * half + 1]);
@@ -120,13 +136,13 @@ __device__ __forceinline__ void stage_shared_sums(const GemmWeightParams& p, con
                                                   int begin, int end, const float (&sum)[kSlots][kColumnTiles][4],
                                                   float& probe) {
   constexpr int kTile = kGemmWeightMultipliers * 16, kAtOnce = 8;
-  const uint32_t own = stages + threadIdx.x * 16;
+  const uint32_t own = stages + thread_again() * 16;
 #pragma unroll
   for (int i = 0; i < kSlots; ++i)
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) store_four(own + (i * kColumnTiles + n) * kTile, sum[i][n]);
   meet_cluster();
-  const int width = end - begin, count = kSlots * width, row = row_of_thread(p);
+  const int width = end - begin, count = kSlots * width, row = row_of_thread(p), column = column_of_thread();
 #pragma unroll 1
   for (int first = 0; first < count; first += kAtOnce) {
     float total[kAtOnce][4] = {};
@@ -147,7 +163,7 @@ __device__ __forceinline__ void stage_shared_sums(const GemmWeightParams& p, con
     for (int q = 0; q < kAtOnce; ++q) {
       const int number = first + q, i = number / width;
       if (number >= count || first_slot + i >= staged.slots) continue;
-      stage_sums<T>(staged, order, row, first_slot + i, (number - i * width) * 8, total[q], probe);
+      stage_sums<T>(staged, order, row, first_slot + i, column + (number - i * width) * 8, total[q], probe);
     }
   }
 }
@@ -160,7 +176,7 @@ __device__ __forceinline__ void finish_sums(const GemmWeightParams& p, const Gem
   const int rows = p.rows ? 128 : 64, width = kColumnTiles * 8;
   const int begin = share.first_tile(p), end = share.end_tile(p);
   const GemmWeightStaged staged{
-      stages + (p.clustered ? kSlots * kColumnTiles * kGemmWeightMultipliers * 16 : 0),
+      stages + p.staged + (p.clustered ? kSlots * kColumnTiles * kGemmWeightMultipliers * 16 : 0),
       p.slots * (end - begin) * 8 * static_cast<int>(sizeof(T)) + (p.channels_last ? kGemmWeightSkew : 4),
       share.group,
       share.in_block * rows,
@@ -170,19 +186,19 @@ __device__ __forceinline__ void finish_sums(const GemmWeightParams& p, const Gem
       width,
       begin * 8,
       (end - begin) * 8};
-  if (p.bias_partial != nullptr) wait_for_stages<32 * kGemmWeightBiasWarps>();
+  if (p.bias_partial != nullptr && p.staged == 0) wait_for_stages<32 * kGemmWeightBiasWarps>();
   meet_multipliers(false);
   float probe = 0;
   if (p.clustered) {
     stage_shared_sums<T>(p, staged, order, stages, first_slot, begin, end, sum, probe);
   } else {
-    const int row = row_of_thread(p);
+    const int row = row_of_thread(p), column = column_of_thread();
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
       if (first_slot + i >= staged.slots) continue;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        stage_sums<T>(staged, order, row, first_slot + i, n * 8, sum[i][n], probe);
+        stage_sums<T>(staged, order, row, first_slot + i, column + n * 8, sum[i][n], probe);
       }
     }
   }
@@ -191,6 +207,77 @@ __device__ __forceinline__ void finish_sums(const GemmWeightParams& p, const Gem
     meet_multipliers(false);
   }
   store_weight<T>(p, staged, order);
+}
+
+// Makes what is not finite again, of a warpgroup's boxes.
+template <typename T, int kColumnTiles>
+__device__ __noinline__ void repair_boxes(const GemmWeightParams& p, const GemmWeightShare& share, uint32_t boxes,
+                                          int first_row, int first_slot, int end_slot) {
+  constexpr int kWidth = kColumnTiles * 8, kBox = 64 * kWidth;
+  constexpr uint32_t kSwizzle = (kColumnTiles - 1) * 16;
+  for (int i = threadIdx.x % 128; i < (end_slot - first_slot) * kBox; i += 128) {
+    const int slot = first_slot + i / kBox, row = first_row + i % kBox / kWidth;
+    const int channel = slot / p.taps * kWidth + i % kWidth;
+    if (row >= p.group_in || channel >= p.group_out) continue;
+    const uint32_t at = i * 2;  // boxes are aligned as the pattern is
+    T* const value = static_cast<T*>(__cvta_shared_to_generic(boxes + (at ^ (at >> 3 & kSwizzle))));
+    if (is_finite(to_accumulator(*value))) continue;
+    const int tap = p.tap[slot % p.taps].number;
+    *value =
+        from_accumulator<T>(gemm_weight_gradient_at<T>(p.definition, share.group * p.group_in + row, channel, tap));
+  }
+}
+
+// The same as finish_sums() where a slot's channels are neighbours in memory: each warpgroup stages a box of 64 rows
+// for every slot, and tensor copies store them while the next item is multiplied.
+template <typename T, int kColumnTiles, int kSlots>
+__device__ __forceinline__ void finish_boxes(const GemmWeightParams& p, const CUtensorMap* map,
+                                             const GemmWeightShare& share, const int* numbers, uint32_t stages,
+                                             int first_slot, const float (&sum)[kSlots][kColumnTiles][4]) {
+  constexpr int kRow = kColumnTiles * 16, kBox = 64 * kRow;
+  constexpr uint32_t kSwizzle = (kColumnTiles - 1) * 16;
+  const int all = thread_again(), thread = all % 128, warpgroup = all / 128, lane = all % 32;
+  const uint32_t boxes = stages + p.staged + warpgroup * (kSlots * kBox);
+  const int first_row = p.rows ? share.in_block * 128 + warpgroup * 64 : share.in_block * 64;
+  const int first = share.first_slot + first_slot, end = min(first + kSlots, share.end_slot);
+  if (p.staged == 0) {
+    if (p.bias_partial != nullptr) wait_for_stages<32 * kGemmWeightBiasWarps>();
+    meet_multipliers(false);
+  } else {
+    if (thread == 0) wait_for_boxes();
+    meet_warpgroup(warpgroup, false);
+  }
+  uint32_t probe[4] = {};
+  const uint32_t row = (thread / 32 * 16 + lane % 16) * kRow + lane / 16 * 16;
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      uint32_t pair[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const Pack<T, 2> both{from_accumulator<T>(sum[i][n + k / 2][k % 2 * 2]),
+                              from_accumulator<T>(sum[i][n + k / 2][k % 2 * 2 + 1])};
+        pair[k] = *reinterpret_cast<const uint32_t*>(&both);
+        if (first + i < end) probe_pair<T>(probe[k], pair[k]);
+      }
+      const uint32_t at = row + n * 16;
+      store_matrices(boxes + i * kBox + (at ^ (at >> 3 & kSwizzle)), pair);
+    }
+  }
+  fence_shared_writes();
+  if (meet_warpgroup(warpgroup, ((probe[0] | probe[1] | probe[2] | probe[3]) & 0x7fff7fff) != 0)) {
+    repair_boxes<T, kColumnTiles>(p, share, boxes, first_row, first, end);
+    fence_shared_writes();
+    meet_warpgroup(warpgroup, false);
+  }
+  if (thread != 0) return;
+#pragma unroll 1
+  for (int i = 0; first + i < end; ++i) {
+    const int channel = (first + i) / p.taps * (kColumnTiles * 8);
+    store_box(map, boxes + i * kBox, channel, numbers[first_slot + i], first_row, share.group);
+  }
+  commit_boxes();
 }
 
 }  // namespace fastconvt::cuda

@@ -25,6 +25,11 @@ struct GemmWeightParams {
   int tiles[4], box[4], pitch[4];  // pitch: of a staged box of outputs, in its rows
   int stride[4], padding[4];
   int all_tiles, splits, kinds;
+  int items;             // of all blocks: kinds times splits
+  FastDivide by_splits;  // clustered; if not, by kinds
+  FastDivide by_slot_blocks, by_in_blocks, by_taps, by_tiles[4];
+  int share, more;  // tiles of a split, and splits that have one more
+  int staged;       // where sums are staged, in bytes from the first stage: there, or behind all stages
   int in_blocks, channel_blocks, slot_blocks, slots, all_slots;
   int group_in, group_out;
   int in_pitch, out_pitch;  // of groups, in what copies read
@@ -46,8 +51,10 @@ struct GemmWeightParams {
   bool clustered;             // the splits of a kind are a cluster, which finishes them
   bool channels_last, pairs;  // of the weight, as GemmWeightReduction has them
   bool eights;                // the same of every eight neighbours
+  bool boxes_out;             // tensor copies store what is staged
   GemmWeightDefinition definition;
-  float* bias_partial;  // (splits, input blocks, warps, groups, slot blocks, kGemmWeightBiasBlocks, channels of a
+  int bias_blocks;      // of input channels that share the tiles to sum
+  float* bias_partial;  // (splits, these blocks, warps, groups, slot blocks, kGemmWeightBiasBlocks, channels of a
                         // slot); may be null
   GemmWeightTap tap[kGemmWeightMaxTaps];
 };
@@ -65,7 +72,7 @@ struct GemmWeightReduction {
   int64_t part;
   const float* partial;
   const float* bias_partial;
-  int weight_blocks;                                   // of the grid; the others reduce the bias
+  int bias_blocks;                                     // of the grid, the first ones: they reduce the bias
   int out_channels, width, slots, slot_blocks, parts;  // parts: splits times blocks times warps that summed the bias
   int groups, merged;                                  // merged: channels of the products that are one
   int64_t out_positions;

@@ -14,10 +14,10 @@ namespace fastconvt::cuda {
 #define FASTCONVT_GEMM_WEIGHT 1
 #endif
 
-// Of the planes of both tensors.
+// Of the planes of both tensors, and of the weight's gradient.
 template <int kPlanes>
 struct GemmWeightMaps {
-  CUtensorMap input[kPlanes], grad[kPlanes];
+  CUtensorMap input[kPlanes], grad[kPlanes], output;
 };
 
 // A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
@@ -108,6 +108,47 @@ __device__ __forceinline__ void add_positions(float (&d)[4], const uint32_t (&a)
     FASTCONVT_ADD("bf16");
   }
 #undef FASTCONVT_ADD
+#endif
+}
+
+// Becomes NaN for good where either of two numbers of 16 bits is not finite.
+template <typename T>
+__device__ __forceinline__ void probe_pair(uint32_t& probe, uint32_t pair) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(pair), "r"(0));
+  } else {
+    asm volatile("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(pair), "r"(0));
+  }
+#endif
+}
+// Four 8 x 8 matrices, as load_four().
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&a)[4]) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a[0]), "r"(a[1]),
+               "r"(a[2]), "r"(a[3])
+               : "memory");
+#endif
+}
+// From shared memory; what lies outside of the tensor is not stored.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, int channel, int tap, int row,
+                                          int group) {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+               "r"(channel), "r"(tap), "r"(row), "r"(group), "r"(source)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void commit_boxes() {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Until shared memory has been read.
+__device__ __forceinline__ void wait_for_boxes() {
+#ifdef FASTCONVT_GEMM_WEIGHT
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 

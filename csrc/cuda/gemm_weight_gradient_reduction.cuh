@@ -48,6 +48,59 @@ __device__ __forceinline__ void reduce_bias(const GemmWeightReduction& p, int bl
   static_cast<T*>(p.bias)[channel] = from_accumulator<T>(sum);
 }
 
+// Where parts lie as the weight's gradient does, in vectors: four neighbours are a thread's, and `shares` warps, or
+// more of a block's threads, share the parts. Short, since code comes from memory the first time.
+template <typename T>
+__global__ void __launch_bounds__(kGemmWeightReduceThreads)
+    gemm_weight_sum_kernel(const __grid_constant__ GemmWeightReduction p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ float4 sums[kGemmWeightReduceThreads];
+  let_next_grid_begin();
+  wait_for_previous_grid();
+  // Those of the bias come first, since they take longer.
+  const int block = static_cast<int>(blockIdx.x) - p.bias_blocks;
+  if (block < 0) {
+    reduce_bias<T>(p, blockIdx.x, reinterpret_cast<float*>(sums));
+    return;
+  }
+  const int units = kGemmWeightReduceThreads / p.shares, share = threadIdx.x / units;
+  const int64_t unit = static_cast<int64_t>(block) * units + threadIdx.x % units;
+  const bool exists = unit * 4 < p.part;
+  float4 sum = make_float4(0, 0, 0, 0);
+  const float* from = p.partial + (exists ? unit * 4 : 0) + share * p.part;
+  const int64_t step = p.shares * p.part;
+#pragma unroll 8
+  for (int split = share; split < p.splits; split += p.shares, from += step) {
+    const float4 part = __ldcg(reinterpret_cast<const float4*>(from));
+    sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+  }
+  if (p.shares > 1) {
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (share > 0) return;
+#pragma unroll 1
+    for (int i = 1; i < p.shares; ++i) {
+      const float4 part = sums[i * units + threadIdx.x];
+      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+    }
+  }
+  if (!exists) return;
+  const float probe = fmaf(sum.x, 0.f, fmaf(sum.y, 0.f, fmaf(sum.z, 0.f, sum.w * 0.f)));
+  float values[4] = {sum.x, sum.y, sum.z, sum.w};
+  if (probe != 0) {
+    const int64_t line = unit * 4 / p.weight_pitch;
+    const int channel = static_cast<int>(unit * 4 - line * p.weight_pitch), taps = p.taps.divisor;
+    const int row = static_cast<int>(line / taps), tap = static_cast<int>(line - static_cast<int64_t>(row) * taps);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (is_finite(values[k])) continue;
+      values[k] = gemm_weight_gradient_at<T>(p.definition, row, channel + k, tap);
+    }
+  }
+  reinterpret_cast<Pack<T, 4>*>(p.output)[unit] = rounded<T>(values);
+#endif
+}
+
 // A block makes all taps of p.channels output channels of p.rows input channels; `shares` threads share the splits.
 template <typename T>
 __global__ void __launch_bounds__(kGemmWeightReduceThreads)
@@ -57,10 +110,10 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
   __shared__ float4 sums[kGemmWeightReduceThreads];
   __shared__ float turned[kGemmWeightReduceSums];
   let_next_grid_begin();
-  int rest = static_cast<int>(blockIdx.x);
-  if (rest >= p.weight_blocks) {
+  int rest = static_cast<int>(blockIdx.x) - p.bias_blocks;
+  if (rest < 0) {
     wait_for_previous_grid();
-    reduce_bias<T>(p, rest - p.weight_blocks, turned);
+    reduce_bias<T>(p, blockIdx.x, turned);
     return;
   }
   const int taps = p.taps.divisor, vectors = p.vectors.divisor;

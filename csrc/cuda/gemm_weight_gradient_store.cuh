@@ -7,6 +7,14 @@
 
 namespace fastconvt::cuda {
 
+// The thread's number, read again where it is asked for: a block walks through items, and what would be kept from item
+// to item costs registers that sums need.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // One element by the definition, where infinity and NaN meet only what they should.
 template <typename T>
 __device__ __noinline__ float gemm_weight_gradient_at(const GemmWeightDefinition& p, int row, int channel, int tap) {
@@ -74,7 +82,10 @@ template <typename T>
 __device__ __forceinline__ void order_slots(const GemmWeightParams& p, int first_slot, int slots, int width,
                                             GemmWeightOrder& order) {
   constexpr int kSize = sizeof(T);
-  const int i = threadIdx.x % 32, slot = first_slot + min(i, slots - 1), first = slot / p.taps * p.taps;
+  const int i = threadIdx.x % 32, slot = first_slot + min(i, slots - 1);
+  int in_block = slot;
+  p.by_taps(in_block);
+  const int first = slot - in_block;
   const int begin = max(first, first_slot) - first_slot, end = min(first + p.taps - first_slot, slots);
   const int number = load_tap(p, slot - first).number;
   int place = 0;

@@ -8,35 +8,15 @@
 #include "device/prefetch_map.cuh"
 #include "device/shared_address.cuh"
 #include "gradient_gemm_store.cuh"
+#include "gradient_gemm_windows.cuh"
 
 namespace fastconvt::cuda {
 
 constexpr int kGradientGemmThreads = 384;
 
-// In shared memory: of every stage, that it is full and that it is empty; of what each warpgroup stages, that it is
-// there and that it has been read.
-struct GradientGemmBarriers {
-  uint32_t address;
-  __device__ __forceinline__ uint32_t full(int stage) const { return address + stage * 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kGradientGemmMaxStages + stage); }
-  __device__ __forceinline__ uint32_t staged(int warpgroup) const {
-    return full(2 * kGradientGemmMaxStages + warpgroup);
-  }
-  __device__ __forceinline__ uint32_t stored(int warpgroup) const { return staged(2 + warpgroup); }
-};
-
 // As gradient_gemm_parts().
 template <typename T, int kRowTiles, int kTiles>
 constexpr int kGradientGemmParts = kRowTiles * 128 * kTiles * 8 * sizeof(T) > (64 << 10) ? 2 : 1;
-
-struct GradientGemmRing {
-  int place = 0, parity = 0;
-  __device__ __forceinline__ void advance(int places) {
-    if (++place == places) place = 0, parity ^= 1;
-  }
-};
-
-__device__ __forceinline__ uint32_t first_stage(uint32_t base) { return base + kGradientGemmHeader; }
 
 // Which block of its cluster this is.
 __device__ __forceinline__ int cluster_rank() {
@@ -75,45 +55,83 @@ struct GradientGemmUnit {
   }
 };
 
-// Copies what all items need, each stage as soon as its place is free. One thread.
+// The items of a block, one after the other: those that it makes alone, then its share of one, where clusters share.
+struct GradientGemmWalk {
+  int index, begin, end;
+  bool shared;
+
+  __device__ __forceinline__ GradientGemmWalk(const GradientGemmParams& p, int rank)
+      : index(blockIdx.x), begin(0), end(p.inner), shared(false) {
+    leave_whole(p, rank);
+  }
+  __device__ __forceinline__ bool exists(const GradientGemmParams& p) const { return index < p.items; }
+  __device__ __forceinline__ void advance(const GradientGemmParams& p, int rank) {
+    index += gridDim.x;
+    if (shared) index = p.items;
+    leave_whole(p, rank);
+  }
+
+ private:
+  __device__ __forceinline__ void leave_whole(const GradientGemmParams& p, int rank) {
+    if (shared || index < p.whole || p.splits == 1) return;
+    index = p.whole + blockIdx.x / p.splits, shared = true;
+    find_share(p, rank, begin, end);
+  }
+};
+// Whether a block's cluster shares an item.
+__device__ __forceinline__ bool shares_item(const GradientGemmParams& p) {
+  return p.splits > 1 && p.whole + static_cast<int>(blockIdx.x) / p.splits < p.items;
+}
+
+// Copies what an item needs, each stage as soon as its place is free.
+__device__ __forceinline__ void copy_item(const GradientGemmParams& p, const CUtensorMap* positions,
+                                          const CUtensorMap* weights, uint32_t base, const GradientGemmWalk& walk,
+                                          GradientGemmRing& ring) {
+  const GradientGemmBarriers barriers{base};
+  const GradientGemmItem item = find_item(p, walk.index);
+  int at[5], image = item.first_position;
+  at[4] = p.image(image);
+#pragma unroll
+  for (int a = 2; a >= 0; --a) {
+    int rest = image;
+    image = p.axis[a].in(rest);
+    at[3 - a] = rest * p.axis[a].stride - p.axis[a].padding;
+  }
+  const int in_channel = item.group * p.group_in + item.first_channel;
+  GradientGemmUnit unit;
+  int number = walk.begin * p.units_per_stage;
+  unit.find(p, number);
+  for (int i = walk.begin; i < walk.end; ++i, ring.advance(p.stages)) {
+    const uint32_t full = barriers.full(ring.place);
+    const uint32_t rows = first_stage(base) + ring.place * p.stage_bytes;
+    const uint32_t columns = rows + p.units_per_stage * p.unit_rows_bytes;
+    mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+    mbarrier_arrive_expecting(full, p.stage_bytes);
+    for (int u = 0; u < p.units_per_stage; ++u, ++number) {
+      const bool exists = number < p.units;  // else zeros, from beyond the channels
+      const int offset[3] = {unit.t[0] * p.axis[0].dilation, unit.t[1] * p.axis[1].dilation,
+                             unit.t[2] * p.axis[2].dilation};
+      at[0] = exists ? item.group * p.group_pitch + unit.chunk * p.chunk : p.out_channels;
+      load_positions(rows + u * p.unit_rows_bytes, positions, p.rank, at, offset, full);
+      load_weights(columns + u * p.unit_columns_bytes, weights, exists ? unit.chunk * p.chunk : p.out_channels,
+                   unit.tap, in_channel, full);
+      if (number + 1 < p.units) unit.advance(p);
+    }
+  }
+}
+
+// Copies what all items need. One thread.
+template <GradientGemmForm kForm>
 __device__ __forceinline__ void copy_items(const GradientGemmParams& p, const CUtensorMap* positions,
                                            const CUtensorMap* weights, uint32_t base, int rank) {
-  const GradientGemmBarriers barriers{base};
   if (!p.ready) wait_for_previous_grid();  // for the packed tensors
   let_next_grid_begin();                   // it may rely on them, too
   GradientGemmRing ring;
-  int begin, end;
-  find_share(p, rank, begin, end);
-  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits) {
-    const GradientGemmItem item = find_item(p, index);
-    int at[5], image = item.first_position;
-    at[4] = p.image(image);
-#pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      int rest = image;
-      image = p.axis[a].in(rest);
-      at[3 - a] = rest * p.axis[a].stride - p.axis[a].padding;
-    }
-    const int in_channel = item.group * p.group_in + item.first_channel;
-    GradientGemmUnit unit;
-    int number = begin * p.units_per_stage;
-    unit.find(p, number);
-    for (int i = begin; i < end; ++i, ring.advance(p.stages)) {
-      const uint32_t full = barriers.full(ring.place);
-      const uint32_t rows = first_stage(base) + ring.place * p.stage_bytes;
-      const uint32_t columns = rows + p.units_per_stage * p.unit_rows_bytes;
-      mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
-      mbarrier_arrive_expecting(full, p.stage_bytes);
-      for (int u = 0; u < p.units_per_stage; ++u, ++number) {
-        const bool exists = number < p.units;  // else zeros, from beyond the channels
-        const int offset[3] = {unit.t[0] * p.axis[0].dilation, unit.t[1] * p.axis[1].dilation,
-                               unit.t[2] * p.axis[2].dilation};
-        at[0] = exists ? item.group * p.group_pitch + unit.chunk * p.chunk : p.out_channels;
-        load_positions(rows + u * p.unit_rows_bytes, positions, p.rank, at, offset, full);
-        load_weights(columns + u * p.unit_columns_bytes, weights, exists ? unit.chunk * p.chunk : p.out_channels,
-                     unit.tap, in_channel, full);
-        if (number + 1 < p.units) unit.advance(p);
-      }
+  for (GradientGemmWalk walk(p, rank); walk.exists(p); walk.advance(p, rank)) {
+    if constexpr (kForm != GradientGemmForm::kIm2col) {
+      copy_windows<kIsOfWeight<kForm>>(p, weights, base, walk.begin, walk.end, find_item(p, walk.index), ring);
+    } else {
+      copy_item(p, positions, weights, base, walk, ring);
     }
   }
 }
@@ -167,8 +185,7 @@ __device__ __forceinline__ void multiply_item(const GradientGemmParams& p, uint3
 
 // What a warpgroup stages of its item's channels: `number` is a part, or a block's place in its cluster.
 __device__ __forceinline__ GradientGemmStaged find_staged(const GradientGemmParams& p, const GradientGemmItem& item,
-                                                          uint32_t base, int warpgroup, int number) {
-  const int share = p.splits > 1 ? p.columns / p.splits : p.staged_columns;
+                                                          uint32_t base, int warpgroup, int number, int share) {
   return {base + p.staging_at + warpgroup * p.staging_share, item.first_position + warpgroup * (p.rows / 2),
           number * share, (number + 1) * share};
 }
@@ -181,7 +198,7 @@ __device__ __forceinline__ void store_sums(const GradientGemmParams& p, const Gr
   const bool by_threads = p.store == GradientGemmStore::kThreads;
 #pragma unroll
   for (int part = 0; part < kParts; ++part, parity ^= 1) {
-    const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part);
+    const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part, p.staged_columns);
     if (!by_threads) mbarrier_wait(barriers.stored(warpgroup), parity ^ 1);
     stage_part<T, kContiguous, kParts>(p, item, staged, warpgroup, part, sum);
     if (!by_threads) {
@@ -242,30 +259,37 @@ __device__ __forceinline__ void add_and_store(const GradientGemmParams& p, const
 }
 
 template <typename T, bool kContiguous, int kRowTiles, int kTiles>
-__device__ __forceinline__ void finish_item(const GradientGemmParams& p, const GradientGemmItem& item, uint32_t base,
-                                            int warpgroup, int rank, int& parity,
+__device__ __forceinline__ void finish_item(const GradientGemmParams& p, const GradientGemmItem& item, bool shared,
+                                            uint32_t base, int warpgroup, int rank, int& parity,
                                             const float (&sum)[kRowTiles][kTiles][4]) {
-  if (p.splits > 1) {
-    add_and_store<T, kContiguous>(p, item, find_staged(p, item, base, warpgroup, rank), base, warpgroup, sum);
+  if (shared) {
+    if (p.store != GradientGemmStore::kThreads) {
+      mbarrier_wait(GradientGemmBarriers{base}.stored(warpgroup), parity ^ 1);
+    }
+    add_and_store<T, kContiguous>(p, item, find_staged(p, item, base, warpgroup, rank, p.columns / p.splits), base,
+                                  warpgroup, sum);
   } else {
     store_sums<T, kContiguous>(p, item, base, warpgroup, parity, sum);
   }
 }
 
-template <typename T, int kRowTiles, int kTiles>
+template <typename T, int kRowTiles, int kTiles, GradientGemmForm kForm>
 __device__ __forceinline__ void multiply_items(const GradientGemmParams& p, uint32_t base, int rank) {
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   GradientGemmRing ring;
-  int begin, end, parity = 0;
-  find_share(p, rank, begin, end);
+  int parity = 0;
   float sum[kRowTiles][kTiles][4];
-  for (int index = blockIdx.x / p.splits; index < p.items; index += gridDim.x / p.splits) {
-    multiply_item<T>(p, base, warpgroup, end - begin, ring, sum);
-    const GradientGemmItem item = find_item(p, index);
-    if (p.contiguous) {
-      finish_item<T, true>(p, item, base, warpgroup, rank, parity, sum);
+  for (GradientGemmWalk walk(p, rank); walk.exists(p); walk.advance(p, rank)) {
+    const GradientGemmItem item = find_item(p, walk.index);
+    if constexpr (kForm != GradientGemmForm::kIm2col) {
+      multiply_windows<T, kForm>(p, base, warpgroup, walk.end - walk.begin, item.first_position, ring, sum[0]);
     } else {
-      finish_item<T, false>(p, item, base, warpgroup, rank, parity, sum);
+      multiply_item<T>(p, base, warpgroup, walk.end - walk.begin, ring, sum);
+    }
+    if (p.contiguous) {
+      finish_item<T, true>(p, item, walk.shared, base, warpgroup, rank, parity, sum);
+    } else {
+      finish_item<T, false>(p, item, walk.shared, base, warpgroup, rank, parity, sum);
     }
   }
 }
@@ -277,10 +301,10 @@ __device__ __forceinline__ void store_items(const GradientGemmParams& p, const C
   const GradientGemmBarriers barriers{base};
   int parity = 0;
   if (p.stores_wait) wait_for_previous_grid();
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < p.whole; index += gridDim.x) {
     const GradientGemmItem item = find_item(p, index);
     for (int part = 0; part * p.staged_columns < p.columns; ++part, parity ^= 1) {
-      const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part);
+      const GradientGemmStaged staged = find_staged(p, item, base, warpgroup, part, p.staged_columns);
       mbarrier_wait(barriers.staged(warpgroup), parity);
       if (p.store == GradientGemmStore::kRuns) {
         store_runs<T>(p, item, staged);
@@ -294,7 +318,7 @@ __device__ __forceinline__ void store_items(const GradientGemmParams& p, const C
   }
 }
 
-template <typename T, int kRowTiles, int kTiles>
+template <typename T, int kRowTiles, int kTiles, GradientGemmForm kForm>
 __global__ void __launch_bounds__(kGradientGemmThreads, 1)
     gradient_gemm_kernel(const __grid_constant__ GradientGemmParams p, const __grid_constant__ CUtensorMap positions,
                          const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap gradients) {
@@ -303,10 +327,11 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
   const uint32_t base = shared_address(shared);
   const GradientGemmBarriers barriers{base};
   if (threadIdx.x == 0) {
-    prefetch_map(&positions), prefetch_map(&weights);
+    if (kForm == GradientGemmForm::kIm2col) prefetch_map(&positions);
+    prefetch_map(&weights);
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(barriers.full(i), 1);
-      mbarrier_init(barriers.empty(i), 8);
+      mbarrier_init(barriers.empty(i), p.bias != nullptr ? 9 : 8);
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(barriers.staged(i), 128);
@@ -318,16 +343,23 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
   const int rank = p.splits > 1 ? cluster_rank() : 0;
   if (threadIdx.x < 256) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    multiply_items<T, kRowTiles, kTiles>(p, base, rank);
+    multiply_items<T, kRowTiles, kTiles, kForm>(p, base, rank);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    if (threadIdx.x == 256) copy_items(p, &positions, &weights, base, rank);
+    if (threadIdx.x == 256) copy_items<kForm>(p, &positions, &weights, base, rank);
     __syncwarp();
-    if (p.splits > 1) meet_cluster();
     const int warp = threadIdx.x / 32 - 9;
     if (p.store != GradientGemmStore::kThreads && (warp == 0 || warp == 1)) {
       store_items<T>(p, &gradients, base, warp);
+      __syncwarp();
     }
+    if constexpr (kIsOfWeight<kForm>) {
+      GradientGemmRing ring;
+      for (GradientGemmWalk walk(p, rank); warp == 2 && p.bias != nullptr && walk.exists(p); walk.advance(p, rank)) {
+        sum_windows<T>(p, base, find_item(p, walk.index), p.inner, ring);
+      }
+    }
+    if (shares_item(p)) meet_cluster();
   }
   if (p.splits > 1) meet_cluster();  // nobody leaves while others read
   // Who waits for this grid waits for the one before it as well.

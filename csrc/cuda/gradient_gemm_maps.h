@@ -78,6 +78,32 @@ inline bool make_weight_map(const Problem& problem, const GradientGemmParams& p,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// The weight as it lies, for windows: a row for each input channel.
+inline bool make_window_map(const Problem& problem, const GradientGemmParams& p, const void* tensor, CUtensorMap& map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  const cuuint64_t row = static_cast<cuuint64_t>(problem.out_channels * problem.kernel_positions());
+  const cuuint64_t dims[3] = {row, 1, static_cast<cuuint64_t>(problem.in_channels)}, pitches[2] = {row * 2, row * 2};
+  const cuuint32_t box[3] = {kGradientGemmWindowInner, 1, static_cast<cuuint32_t>(p.columns)}, steps[3] = {1, 1, 1};
+  return encode(&map, type_of(problem), 3, const_cast<void*>(tensor), dims, pitches, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+// The input as it lies, for windows of the weight's gradient: an image's positions, images, channels.
+inline bool make_image_map(const Problem& problem, const GradientGemmParams& p, const void* tensor, CUtensorMap& map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return false;
+  const auto u = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t image = u(problem.in_positions());
+  const cuuint64_t dims[3] = {image, u(problem.batch), u(problem.in_channels)};
+  const cuuint64_t pitches[2] = {image * u(problem.in_channels) * 2, image * 2};
+  const cuuint32_t box[3] = {kGradientGemmWindowInner, 1, static_cast<cuuint32_t>(p.columns)}, steps[3] = {1, 1, 1};
+  return encode(&map, type_of(problem), 3, const_cast<void*>(tensor), dims, pitches, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 // The input's gradient as it is stored: channels of a group first or positions of a batch entry.
 inline bool make_gradient_map(const Problem& problem, const GradientGemmParams& p, CUtensorMap& map) {
   if (p.store != GradientGemmStore::kBoxes) return true;

@@ -30,6 +30,11 @@ struct GradientPackParams {
   bool vectors;
   int groups, group, image, group_pitch, pitch;
   int tile_positions;
+  // Padded planes of the output's gradient, as windows have them; blocks of the grid, the last ones.
+  void* planes;
+  int64_t plane_vectors;  // of all of them
+  FastDivide plane, plane_layer, plane_row;
+  int plane_out[3], plane_padding[3];
   FastDivide tile_columns, tile_groups, tile_rows;  // of channels, and of positions of a batch entry
   int64_t positions;                                // of all batch entries
 };
@@ -244,17 +249,49 @@ __device__ __forceinline__ void pad_positions(const GradientPackParams& p, int b
   }
 }
 
-// The weight by the first blocks, then `blocks` for the output's gradient, the others for the input (16 bits, which the
-// weight's gradient reads).
+// Eight neighbouring elements of padded planes.
+template <typename T>
+__device__ __forceinline__ void pad_planes(const GradientPackParams& p, int block) {
+  const int64_t vector = static_cast<int64_t>(block) * kGradientPackThreads + threadIdx.x;
+  if (vector >= p.plane_vectors) return;
+  int at = static_cast<int>(vector) * 8;
+  int plane = p.plane(at), at0 = p.plane_layer(at), at1 = p.plane_row(at);
+  const int size1 = p.plane_layer.divisor / p.plane_row.divisor, size0 = p.plane.divisor / p.plane_layer.divisor;
+  Pack<T, 8> value;
+  const T* const source = static_cast<const T*>(p.source);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const int o0 = at0 - p.plane_padding[0], o1 = at1 - p.plane_padding[1], o2 = at - p.plane_padding[2];
+    const bool exists =
+        o0 >= 0 && o0 < p.plane_out[0] && o1 >= 0 && o1 < p.plane_out[1] && o2 >= 0 && o2 < p.plane_out[2];
+    value.value[k] = T{};
+    if (exists) {
+      value.value[k] =
+          __ldg(source + static_cast<int64_t>(plane) * p.image + (o0 * p.plane_out[1] + o1) * p.plane_out[2] + o2);
+    }
+    if (++at < p.plane_row.divisor) continue;
+    at = 0;
+    if (++at1 < size1) continue;
+    at1 = 0;
+    if (++at0 < size0) continue;
+    at0 = 0, ++plane;
+  }
+  *reinterpret_cast<Pack<T, 8>*>(static_cast<T*>(p.planes) + vector * 8) = value;
+}
+
+// The weight by the first blocks, then `blocks` for the output's gradient, `input_blocks` for the input (16 bits, which
+// the weight's gradient reads), the others for padded planes.
 template <typename T>
 __global__ void __launch_bounds__(kGradientPackThreads)
     gradient_pack_kernel(const __grid_constant__ GradientPackParams p, const __grid_constant__ GradientPackParams input,
-                         int blocks) {
+                         int blocks, int input_blocks) {
   __shared__ __align__(1024) char staged[kGradientPackPositions * 33 * 4];
   let_next_grid_begin();
   const int block = static_cast<int>(blockIdx.x) - p.weight_blocks;
   if (block < 0) {
     pack_weights<T>(p, static_cast<int>(blockIdx.x), reinterpret_cast<T*>(staged));
+  } else if (block >= blocks + input_blocks) {
+    if constexpr (sizeof(T) == 2) pad_planes<T>(p, block - blocks - input_blocks);
   } else if (block >= blocks) {
     if constexpr (sizeof(T) == 2) {
       if (input.turned) {

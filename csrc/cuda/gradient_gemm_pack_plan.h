@@ -28,6 +28,22 @@ inline int64_t plan_positions(const Problem& problem, int64_t batch, int64_t ima
   return batch * p.groups * columns * rows;
 }
 
+// Padded planes of the output's gradient. Returns the blocks.
+inline int64_t plan_planes(const Problem& problem, const void* source, void* planes, GradientPackParams& p) {
+  const GradientGemmWindows w = gradient_gemm_windows(problem);
+  p.source = source, p.planes = planes;
+  p.image = static_cast<int>(problem.out_positions());
+  p.plane = fast_divide(static_cast<int>(w.plane));
+  p.plane_layer = fast_divide(static_cast<int>(w.size[1] * w.size[2]));
+  p.plane_row = fast_divide(static_cast<int>(w.size[2]));
+  for (int a = 0; a < 3; ++a) {
+    p.plane_out[a] = static_cast<int>(problem.axis[a].out());
+    p.plane_padding[a] = static_cast<int>(problem.axis[a].padding);
+  }
+  p.plane_vectors = problem.batch * problem.out_channels * w.plane / 8;
+  return ceil_div(p.plane_vectors, int64_t{kGradientPackThreads});
+}
+
 // The weight as copies of the gradient GEMM read it; sets the blocks.
 template <typename T>
 void plan_weights(const Problem& problem, const void* weight, void* packed, GradientPackParams& p) {

@@ -20,6 +20,10 @@ struct GradientGemmDefinition {
   Strides out;
   const void* grad_output;
   const void* weight;
+  // Of the weight's gradient: the input, else null.
+  const void* input;
+  Strides in;
+  int batch;
 };
 
 struct GradientGemmParams {
@@ -27,7 +31,7 @@ struct GradientGemmParams {
   int rank;          // axes of a copy besides channels and batch: the last ones
   int positions;     // of the input, in all batch entries
   FastDivide image;  // positions of a batch entry
-  int items;
+  int items, whole;  // whole: of them, the first ones, that a block makes alone; clusters share the others
   FastDivide column_blocks, row_blocks;
   int group_in;
   int group_pitch, out_channels;  // that copies read, of a group and of all: beyond them is zero
@@ -38,6 +42,12 @@ struct GradientGemmParams {
   int unit_rows_bytes, unit_columns_bytes;  // of a unit of either operand
   int stages, stage_bytes;
   int staging_at, staging_share;  // of each warpgroup
+  // Windows (core/gradient_gemm.h): padded planes, of what size, in elements, how many channels of an image one has.
+  const void* planes;
+  int plane, plane_row, plane_layer, slice;
+  int64_t planes_image;  // bytes from image to image
+  int image_positions;   // of the weight's gradient
+  void* bias;            // its gradient is made as well, if this is not null
   // Staged lines: bytes of a block of a line, 1 << line_log2, from block to block, from line to line, and which bits of
   // a line's number turn it round.
   int line_bytes, line_log2, line_block, line_pitch, line_shift, line_mask;

@@ -106,6 +106,34 @@ __device__ __forceinline__ void start_gradient_product(float (&d)[kTiles][4], ui
 #endif
 }
 
+#define FASTCONVT_WINDOW_PRODUCT(shape, types, regs, sums, a0, a1, a2, a3, b, more)                                   \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " more ", 0;\nwgmma.mma_async.sync.aligned." shape ".f32." types \
+               " {" regs "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1, 0;\n}"                               \
+               : sums                                                                                                 \
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(columns), "r"(add))
+#define FASTCONVT_WINDOW_PRODUCTS(types)                                                                              \
+  if constexpr (kTiles == 16) {                                                                                       \
+    FASTCONVT_WINDOW_PRODUCT("m64n128k16", types, FASTCONVT_R64, FASTCONVT_D16(0), "%64", "%65", "%66", "%67", "%68", \
+                             "%69");                                                                                  \
+  } else {                                                                                                            \
+    static_assert(kTiles == 32);                                                                                      \
+    FASTCONVT_WINDOW_PRODUCT("m64n256k16", types, FASTCONVT_R128, FASTCONVT_D32(0), "%128", "%129", "%130", "%131",   \
+                             "%132", "%133");                                                                         \
+  }
+
+// The same with rows in registers; 16 elements of the inner dimension.
+template <typename T, int kTiles>
+__device__ __forceinline__ void start_window_product(float (&d)[kTiles][4], const uint32_t (&rows)[4], uint64_t columns,
+                                                     int add) {
+#ifdef FASTCONVT_GRADIENT_GEMM
+  if constexpr (std::is_same_v<T, __half>) {
+    FASTCONVT_WINDOW_PRODUCTS("f16.f16")
+  } else {
+    FASTCONVT_WINDOW_PRODUCTS("bf16.bf16")
+  }
+#endif
+}
+
 // Four 8 x 8 matrices of 16-bit elements: a lane gives the address of a row, or of a column.
 template <bool kTransposed>
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {

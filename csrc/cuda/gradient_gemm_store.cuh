@@ -24,6 +24,36 @@ __device__ __forceinline__ GradientGemmItem find_item(const GradientGemmParams& 
 
 // An element by the definition, in float64: only outputs that exist are multiplied.
 template <typename T>
+__device__ __noinline__ T weight_gradient_by_definition(const GradientGemmParams& params, int channel, int element) {
+  const GradientGemmDefinition& p = params.definition;
+  const int width = p.axis[2].kernel, height = p.axis[1].kernel, depth = p.axis[0].kernel,
+            taps = width * height * depth;
+  const int out_channel = element / taps, tap = element % taps;
+  const int t[3] = {tap / width / height, tap / width % height, tap % width};
+  const T* const grad = static_cast<const T*>(p.grad_output) + out_channel * p.out.channel;
+  const T* const input = static_cast<const T*>(p.input) + channel * p.in.channel;
+  const int in_height = p.axis[1].in.divisor, in_width = p.axis[2].in.divisor;
+  double sum = 0;
+#pragma unroll 1
+  for (int64_t i = 0; i < int64_t{p.batch} * params.image_positions; ++i) {
+    const int64_t n = i / params.image_positions;
+    const int q = static_cast<int>(i - n * params.image_positions);
+    const int at[3] = {q / in_width / in_height, q / in_width % in_height, q % in_width};
+    int64_t from = n * p.out.batch;
+    bool exists = true;
+#pragma unroll
+    for (int a = 0; a < 3; ++a) {
+      const int o = at[a] * p.axis[a].stride - p.axis[a].padding + t[a] * p.axis[a].dilation;
+      exists = exists && o >= 0 && o < p.axis[a].out;
+      from += o * p.out.axis[a];
+    }
+    if (exists) sum = fma(double(to_accumulator(grad[from])), double(to_accumulator(input[n * p.in.batch + q])), sum);
+  }
+  return from_accumulator<T>(static_cast<float>(sum));
+}
+
+// The same of the input's gradient.
+template <typename T>
 __device__ __noinline__ T gradient_by_definition(const GradientGemmParams& params, int group, int channel,
                                                  int position) {
   const GradientGemmDefinition& p = params.definition;
@@ -211,7 +241,8 @@ __device__ __noinline__ void repair_staged(const GradientGemmParams& p, const Gr
     T* const at =
         static_cast<T*>(__cvta_shared_to_generic(staged.staging + staged_place<T, kContiguous>(p, column, row)));
     if (is_finite(to_accumulator(*at))) continue;
-    *at = gradient_by_definition<T>(p, item.group, channel, staged.first + row);
+    *at = p.definition.input != nullptr ? weight_gradient_by_definition<T>(p, channel, staged.first + row)
+                                        : gradient_by_definition<T>(p, item.group, channel, staged.first + row);
   }
 }
 

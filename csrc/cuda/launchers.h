@@ -78,6 +78,10 @@ cudaError_t launch_phase_tma(const Problem& problem, const void* input, const vo
 int64_t shuffle_gemm_workspace(const Problem& problem, const void* input, const void* weight);
 cudaError_t launch_shuffle_gemm(const Problem& problem, const void* input, const void* weight, const void* bias,
                                 void* output, void* workspace, cudaStream_t stream);
+// The same over planes that tensor copies cannot read (core/shuffle_planes.h), contiguous; the workspace likewise.
+int64_t shuffle_planes_workspace(const Problem& problem, const void* input, const void* weight);
+cudaError_t launch_shuffle_planes(const Problem& problem, const void* input, const void* weight, const void* bias,
+                                  void* output, void* workspace, cudaStream_t stream);
 
 // The same in 16 bits, channels_last, with weights of either layout (core/phase_pixels.h); compute capability 9.0. The
 // workspace, aligned to 256 bytes, holds what is not aligned to 16 bytes and weights that are contiguous.
@@ -187,6 +191,12 @@ int64_t pairs_weight_gradient_workspace(const Problem& problem, const void* grad
                                         const void* weight);
 cudaError_t launch_pairs_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+// As launch_gemm_weight_gradient_beside, below.
+int64_t pairs_weight_gradient_beside_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                               const void* weight);
+cudaError_t launch_pairs_weight_gradient_beside(const Problem& problem, const void* grad_output, const void* input,
+                                                void* grad_input, void* grad_weight, void* grad_bias, void* workspace,
+                                                cudaStream_t stream);
 int64_t pairs_gradients_workspace(const Problem& problem, const void* grad_output, const void* input,
                                   const void* weight);
 cudaError_t launch_pairs_gradients(const Problem& problem, const void* grad_output, const void* input,
@@ -225,6 +235,17 @@ int64_t gemm_weight_gradient_workspace(const Problem& problem, const void* grad_
                                        const void* weight);
 cudaError_t launch_gemm_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                         void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
+// The same before the gradient of the input is made: the workspace is what of it does not fit that one's memory.
+int64_t gemm_weight_gradient_beside_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                              const void* weight);
+cudaError_t launch_gemm_weight_gradient_beside(const Problem& problem, const void* grad_output, const void* input,
+                                               void* grad_input, void* grad_weight, void* grad_bias, void* workspace,
+                                               cudaStream_t stream);
+// Both in float32 and TF32 for few positions, contiguous (core/few_{input,weight}_gradient.h), without a workspace.
+cudaError_t launch_few_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
+                                      void* grad_input, cudaStream_t stream);
+cudaError_t launch_few_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
+                                       void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream);
 
 // output (batch, 1, D', H', W'), contiguous = clamp(h(logsumexp over channels of conv_transpose) - subtrahend, min,
 // max), h(v) = v * sigmoid(v + 3) / 6; `subtrahend` is one element in device memory. cudaErrorNotSupported: an axis, or

@@ -25,7 +25,8 @@ struct PairsGradientParams {
   FastDivide row_blocks, kinds;  // of the weight's
   int steps, splits;
   int64_t part;  // of a split, in elements
-  float* partial;
+  int lent;      // parts in the memory of the input's gradient; the others follow in `partial`
+  float *lent_partial, *partial;
   float* bias_partial;  // (splits, inner); may be null
   AxisParams axis[3];
   Strides in, out;
@@ -37,6 +38,10 @@ struct PairsGradientParams {
   void* grad_input;
   void* grad_weight;
   void* grad_bias;
+
+  FASTCONVT_HOST_DEVICE float* part_of(int split) const {
+    return split < lent ? lent_partial + split * part : partial + (split - lent) * part;
+  }
 };
 
 // The positions of a unit: from x on, in a row of a batch entry.

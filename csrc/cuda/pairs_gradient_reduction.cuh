@@ -22,10 +22,9 @@ __device__ __forceinline__ void reduce_pairs_weight(const PairsGradientParams& p
   const int64_t vector = static_cast<int64_t>(blockIdx.x) * lanes + lane;
   float4 sum = make_float4(0, 0, 0, 0);
   if (vector < r.vectors) {
-    const float4* const parts = reinterpret_cast<const float4*>(p.partial) + vector;
 #pragma unroll 8
     for (int split = share; split < p.splits; split += r.shares) {
-      const float4 x = __ldcg(parts + split * r.vectors);
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(p.part_of(split)) + vector);
       sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
     }
   }

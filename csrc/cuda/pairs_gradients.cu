@@ -1,8 +1,8 @@
 // The gradients by pairs, host side: the maps of the tensors that copies read, and the template instances.
 #include <algorithm>
 
+#include "aligned_gradients.h"
 #include "dispatch.h"
-#include "launchers.h"
 #include "pairs_gradient_maps.h"
 #include "pairs_gradient_reduction.cuh"
 #include "pairs_input_gradient.cuh"
@@ -12,8 +12,6 @@
 namespace fastconvt::cuda {
 namespace {
 
-bool aligned(const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 16 == 0; }
-
 // Partial sums of the bias, in whichever way, and of the weight.
 struct Workspace {
   int64_t partial, bytes;
@@ -22,14 +20,13 @@ struct Workspace {
     const BiasGradientParams bias = make_bias_params(problem, nullptr, nullptr, nullptr);
     const int64_t apart = int64_t{bias.channels} * bias.batch_slices * bias.position_slices * int64_t{sizeof(double)};
     partial = round_up(std::max(apart, t.splits * t.inner * int64_t{sizeof(float)}), int64_t{1024});
-    bytes = partial + (t.splits > 1 ? t.splits * problem.weight_elements() * int64_t{sizeof(float)} : 0);
+    bytes = partial + (t.splits > 1 ? (t.splits - t.lent) * problem.weight_elements() * int64_t{sizeof(float)} : 0);
   }
 };
 
-struct Tensors {
-  const void *grad_output, *input, *weight;
-  void *grad_input, *grad_weight, *grad_bias;
+struct Tensors : GradientTensors {
   char* workspace;
+  float* lent = nullptr;  // the memory of the input's gradient, for parts of the weight's
 };
 
 PairsGradientParams make_params(const Problem& problem, const PairsGradientTile& t, const Tensors& tensors) {
@@ -110,6 +107,7 @@ cudaError_t launch_weight(const Problem& problem, const PairsGradientTile& t, co
   p.steps = static_cast<int>(t.steps), p.splits = static_cast<int>(t.splits);
   const Workspace places(problem, t);
   p.part = problem.weight_elements();
+  p.lent = static_cast<int>(t.lent), p.lent_partial = tensors.lent;
   p.partial = reinterpret_cast<float*>(tensors.workspace + places.partial);
   p.bias_partial = sums_bias ? reinterpret_cast<float*>(tensors.workspace) : nullptr;
   CUtensorMap grads, inputs;
@@ -178,12 +176,9 @@ cudaError_t make_input(const Problem& problem, const PairsGradientTile& t, const
   });
 }
 
-// Any of the three may be null.
+// Any of the three may be null. cudaErrorNotSupported: a tensor is not aligned.
 cudaError_t launch_any(const Problem& problem, const Tensors& tensors, cudaStream_t stream) {
-  if (!pairs_gradient_refusal(problem).empty() || !aligned(tensors.grad_output) || !aligned(tensors.input) ||
-      !aligned(tensors.weight) || !aligned(tensors.grad_input) || !aligned(tensors.grad_weight)) {
-    return cudaErrorNotSupported;
-  }
+  if (!pairs_gradient_refusal(problem).empty() || !tensors.aligned()) return cudaErrorNotSupported;
   const PairsGradientTile& alone = last_result<pairs_gradient_tile>(problem);
   const bool both = tensors.grad_input != nullptr && tensors.grad_weight != nullptr;
   const PairsGradientTile t = both ? alone.both() : alone;
@@ -194,54 +189,75 @@ cudaError_t launch_any(const Problem& problem, const Tensors& tensors, cudaStrea
   return make_weight(problem, t, tensors, tensors.grad_input != nullptr, stream);
 }
 
+struct Pairs {
+  static int64_t bytes(const Problem& problem, bool input, bool weight) {
+    if (!weight || !pairs_gradient_refusal(problem).empty()) return 0;
+    const PairsGradientTile& alone = last_result<pairs_gradient_tile>(problem);
+    return Workspace(problem, input ? alone.both() : alone).bytes;
+  }
+  static cudaError_t launch(const Problem& problem, const GradientTensors& of, void* workspace, cudaStream_t stream) {
+    return launch_any(problem, {of, static_cast<char*>(workspace)}, stream);
+  }
+  // Of the weight's gradient, tensors whose parts may lie in the memory of the input's.
+  static bool beside(const Problem& problem, const GradientTensors& of) {
+    return of.aligned() && pairs_gradient_refusal(problem).empty();
+  }
+};
+using Launchers = AlignedLaunchers<Pairs>;
+
 }  // namespace
 
 int64_t pairs_gradients_workspace(const Problem& problem, const void* /*grad_output*/, const void* /*input*/,
                                   const void* /*weight*/) {
-  if (!pairs_gradient_refusal(problem).empty()) return 0;
-  return Workspace(problem, last_result<pairs_gradient_tile>(problem).both()).bytes;
+  return Pairs::bytes(problem, true, true);
 }
 
 cudaError_t launch_pairs_gradients(const Problem& problem, const void* grad_output, const void* input,
                                    const void* weight, void* grad_input, void* grad_weight, void* grad_bias,
                                    void* workspace, cudaStream_t stream) {
-  if (grad_input == nullptr || grad_weight == nullptr) return cudaErrorNotSupported;
-  return launch_any(
-      problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias, static_cast<char*>(workspace)}, stream);
+  return Launchers::all(problem, {grad_output, input, weight, grad_input, grad_weight, grad_bias}, workspace, stream);
 }
 
-// What is not aligned is left to the gradients by matrix products.
 int64_t pairs_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
                                        const void* weight) {
-  if (aligned(grad_output) && aligned(weight)) return 0;
-  return gemm_input_gradient_workspace(problem, grad_output, nullptr, weight);
+  return Launchers::input_workspace(problem, grad_output, weight);
 }
 
 cudaError_t launch_pairs_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                         void* grad_input, void* workspace, cudaStream_t stream) {
-  if (aligned(grad_output) && aligned(weight)) {
-    return launch_any(problem, {grad_output, nullptr, weight, grad_input, nullptr, nullptr, nullptr}, stream);
-  }
-  if (!pairs_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
-  return launch_gemm_input_gradient(problem, grad_output, weight, grad_input, workspace, stream);
+  return Launchers::input(problem, grad_output, weight, grad_input, workspace, stream);
 }
 
 int64_t pairs_weight_gradient_workspace(const Problem& problem, const void* grad_output, const void* input,
                                         const void* /*weight*/) {
-  if (!aligned(grad_output) || !aligned(input))
-    return gemm_weight_gradient_workspace(problem, grad_output, input, nullptr);
-  if (!pairs_gradient_refusal(problem).empty()) return 0;
-  return Workspace(problem, last_result<pairs_gradient_tile>(problem)).bytes;
+  return Launchers::weight_workspace(problem, grad_output, input);
 }
 
 cudaError_t launch_pairs_weight_gradient(const Problem& problem, const void* grad_output, const void* input,
                                          void* grad_weight, void* grad_bias, void* workspace, cudaStream_t stream) {
-  if (aligned(grad_output) && aligned(input)) {
-    return launch_any(
-        problem, {grad_output, input, nullptr, nullptr, grad_weight, grad_bias, static_cast<char*>(workspace)}, stream);
+  return Launchers::weight(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
+}
+
+int64_t pairs_weight_gradient_beside_workspace(const Problem& problem, const void* grad_output, const void* input,
+                                               const void* weight) {
+  if (!Pairs::beside(problem, {grad_output, input, nullptr})) {
+    return gemm_weight_gradient_beside_workspace(problem, grad_output, input, weight);
   }
-  if (!pairs_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
-  return launch_gemm_weight_gradient(problem, grad_output, input, grad_weight, grad_bias, workspace, stream);
+  return Workspace(problem, last_result<pairs_gradient_tile>(problem).beside()).bytes;
+}
+
+cudaError_t launch_pairs_weight_gradient_beside(const Problem& problem, const void* grad_output, const void* input,
+                                                void* grad_input, void* grad_weight, void* grad_bias, void* workspace,
+                                                cudaStream_t stream) {
+  if (!Pairs::beside(problem, {grad_output, input, nullptr})) {
+    return launch_gemm_weight_gradient_beside(problem, grad_output, input, grad_input, grad_weight, grad_bias,
+                                              workspace, stream);
+  }
+  const Tensors tensors{{grad_output, input, nullptr, nullptr, grad_weight, grad_bias},
+                        static_cast<char*>(workspace),
+                        static_cast<float*>(grad_input)};
+  if (!GradientTensors{grad_input, grad_weight, nullptr}.aligned()) return cudaErrorNotSupported;
+  return make_weight(problem, last_result<pairs_gradient_tile>(problem).beside(), tensors, false, stream);
 }
 
 }  // namespace fastconvt::cuda

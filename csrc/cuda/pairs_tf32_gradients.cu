@@ -121,7 +121,7 @@ struct Pairs {
     return launch_aligned(problem, of, workspace, stream);
   }
 };
-using Launchers = Tf32Launchers<Pairs>;
+using Launchers = AlignedLaunchers<Pairs>;
 
 }  // namespace
 

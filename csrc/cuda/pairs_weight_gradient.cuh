@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_weight_gradient(const PairsGradientParams&
   const int first = part.column_block * kTiles * 8 + threadIdx.x % 4 * 2;
   const int64_t at = static_cast<int64_t>(first) * p.inner + index;
   T* const to = static_cast<T*>(p.grad_weight) + at;
-  float* const to_part = p.partial + part.split * p.part + at;
+  float* const to_part = p.part_of(part.split) + at;
 #pragma unroll
   for (int j = 0; j < kTiles; ++j)
 #pragma unroll

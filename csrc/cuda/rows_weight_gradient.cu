@@ -18,16 +18,12 @@ int64_t resident_blocks() {
   return processors * kWeightGradientBlocks;
 }
 
-int64_t blocks_per_split(const Problem& problem, const RowsWeightGradientTile& tile) {
-  return problem.groups / tile.groups * tile.classes * tile.out_chunks * tile.in_chunks;
-}
-
 // Parts of the sum over batch and positions, each made by its own blocks.
 int64_t count_splits(const Problem& problem, const RowsWeightGradientTile& tile) {
   constexpr int64_t kMaxElements = int64_t{8} << 20;  // of all partial sums together
   const int64_t rows = problem.batch * problem.axis[1].in * ceil_div(problem.axis[2].in, tile.positions);
-  const int64_t splits = std::min({resident_blocks() / blocks_per_split(problem, tile), ceil_div(rows, 4),
-                                   kMaxElements / problem.weight_elements()});
+  const int64_t splits = std::min({resident_blocks() / rows_weight_gradient_blocks(problem, tile), ceil_div(rows, 4),
+                                   kMaxElements / problem.weight_elements(), rows_weight_gradient_most_parts(problem)});
   return std::max<int64_t>(1, splits);
 }
 

@@ -51,17 +51,16 @@ ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, 
   p.group_out = static_cast<int>(problem.out_channels_per_group());
   p.columns = static_cast<int>(p.group_out * problem.kernel_positions());
   p.channel_columns = fast_divide(contiguous ? static_cast<int>(problem.kernel_positions()) : p.group_out);
-  p.resident = t.resident, p.by_hand = t.by_hand;
+  p.resident = t.resident, p.by_hand = t.by_hand, p.whole_weights = p.columns % 64 == 0;
   p.tiles = static_cast<int>(shuffle_gemm_tiles(problem, packed));
-  p.items = ceil_div(p.tiles, 2) * t.column_blocks * p.groups.divisor;
+  p.sharing = t.sharing, p.teams = t.warpgroups / t.sharing;
+  p.item_tiles = t.resident ? t.warpgroups : t.sharing;
+  p.items = ceil_div(p.tiles, p.item_tiles) * t.column_blocks * p.groups.divisor;
   p.chunks = t.chunks;
   p.stages = t.stages, p.stage_bytes = t.stage_bytes;
-  // Resident: warpgroups take turns; streamed, they share stages, and turns gain nothing. A warpgroup that waits for
-  // a stage must know that the stage's inputs before were there, since barriers tell apart two phases only.
-  p.takes_turns = t.resident;
-  const int parts = t.column_blocks * p.groups.divisor;
-  const bool single = p.items <= kShuffleGemmBlocks / parts * parts;  // of a block: nothing to store meanwhile
-  p.hand_over = single ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
+  p.depth = fast_divide(static_cast<int>(problem.axis[0].in));
+  p.box = std::max(1, shuffle_gemm_box(problem));
+  p.tap_depth = static_cast<int>(problem.axis[0].kernel), p.tap_height = static_cast<int>(problem.axis[1].kernel);
   p.ring = t.ring, p.staging = t.staging, p.terms = t.terms, p.offsets = t.offsets, p.barriers = t.barriers;
   set_store(problem, p);
   p.rectify = rectifier(problem);
@@ -101,12 +100,44 @@ cudaError_t make_input_map(const Problem& problem, bool packed, const void* inpu
                     {in * 2, pixel, pixel * positions * batch}, {64, 1, 64, 1}, map);
 }
 
-// Weights (columns, channels, groups).
-cudaError_t make_weight_map(const Problem& problem, const void* weight, CUtensorMap& map) {
+// Weights: (columns, channels, 1, groups), or by 64 columns (64, channels, columns / 64, groups).
+cudaError_t make_weight_map(const Problem& problem, int of_tile, const void* weight, CUtensorMap& map) {
   const cuuint64_t in = problem.in_channels_per_group(), groups = problem.groups;
   const cuuint64_t columns = problem.out_channels_per_group() * problem.kernel_positions();
-  return encode_map(problem.dtype, weight, {columns, in, groups, 1},
-                    {columns * 2, columns * in * 2, columns * in * groups * 2}, {64, 64, 1, 1}, map);
+  const bool whole = columns % 64 == 0;
+  const cuuint64_t inner = whole ? 64 : columns;
+  const cuuint32_t blocks = whole ? of_tile / 64 : 1;
+  return encode_map(problem.dtype, weight, {inner, in, columns / inner, groups},
+                    {columns * 2, inner * 2, columns * in * 2}, {64, 64, blocks, 1}, map);
+}
+
+// Outputs: contiguous (row, rows, planes, channels, batch), by 64 elements of all rows of some channels; channels_last
+// (a position's run of all channels, positions, rows of all samples), by 64 channels of positions.
+cudaError_t make_output_map(const Problem& problem, void* output, CUtensorMap& map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const auto type =
+      problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t width = problem.axis[2].out(), height = problem.axis[1].out(), depth = problem.axis[0].out();
+  const cuuint64_t channels = problem.out_channels, batch = problem.batch;
+  cuuint64_t dims[5] = {width, height, depth, channels, batch};
+  cuuint64_t pitches[4] = {width * 2, width * height * 2, width * height * depth * 2,
+                           width * height * depth * channels * 2};
+  const auto taps = static_cast<cuuint32_t>(problem.kernel_positions());
+  cuuint32_t box[5] = {64, static_cast<cuuint32_t>(problem.axis[1].kernel),
+                       static_cast<cuuint32_t>(problem.axis[0].kernel), 64 / taps, 1};
+  if (problem.layout != Layout::kContiguous) {
+    const cuuint64_t run = channels * problem.axis[2].kernel, in = problem.axis[2].in, rows = batch * depth * height;
+    dims[0] = run, dims[1] = in, dims[2] = rows, dims[3] = dims[4] = 1;
+    pitches[0] = run * 2, pitches[1] = run * in * 2, pitches[2] = pitches[3] = run * in * rows * 2;
+    box[1] = static_cast<cuuint32_t>(shuffle_gemm_box(problem)), box[2] = box[3] = 1;
+  }
+  return encode(&map, type, 5, output, dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+             ? cudaSuccess
+             : cudaErrorNotSupported;
 }
 
 // Copies rows of `length` elements, whose number is outer * inner.
@@ -162,55 +193,91 @@ cudaError_t pack_tensors(const Problem& problem, void* workspace, const void*& i
   return error;
 }
 
-template <typename T, int kTaps, int kColumns>
-cudaError_t launch_kernel(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const CUtensorMap& inputs,
-                          const CUtensorMap& weights, bool after_packing, cudaStream_t stream) {
-  const auto kernel =
-      p.rectify.on ? shuffle_gemm_kernel<T, kTaps, kColumns, true> : shuffle_gemm_kernel<T, kTaps, kColumns, false>;
+struct ShuffleGemmMaps {
+  CUtensorMap inputs, weights, outputs;
+};
+
+template <typename T, int kTaps, int kColumns, ShuffleGemmStore kStore, int kWarpgroups, bool kRectify, bool kWhole>
+cudaError_t launch_kernel(const ShuffleGemmTile& t, ShuffleGemmParams p, const ShuffleGemmMaps& maps,
+                          bool after_packing, cudaStream_t stream) {
+  const auto kernel = shuffle_gemm_kernel<T, kTaps, kColumns, kStore, kWarpgroups, kRectify, kWhole>;
+  constexpr int kThreads = kWarpgroups * 128 + 128;
   int resident = 0;
-  const cudaError_t error = count_resident_blocks(kernel, kShuffleGemmThreads, t.shared_bytes,
-                                                  static_cast<int>(kShuffleGemmShared), resident);
+  const cudaError_t error =
+      count_resident_blocks(kernel, kThreads, t.shared_bytes, static_cast<int>(kShuffleGemmShared), resident);
   if (error != cudaSuccess) return error;
   int64_t blocks = std::min(resident, p.items);
   const int parts = t.column_blocks * p.groups.divisor;
   // Resident: a block keeps to its columns.
   if (t.resident) blocks = blocks / parts * parts;
   if (blocks == 0) return cudaErrorNotSupported;
+  // Of a team, nothing to store meanwhile. A team that waits for a stage must know that the stage's inputs before were
+  // there, since barriers tell apart two phases only.
+  const bool single = p.items <= blocks * (t.resident ? 1 : p.teams);
+  p.takes_turns = p.teams > 1 && !(single && p.teams * t.chunks <= t.stages);
+  p.hand_over = single && p.teams == 2 ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
   // After a launch that packs it starts early, and waits on the device.
   if (after_packing) {
-    return launch_early(kernel, dim3(static_cast<unsigned>(blocks)), kShuffleGemmThreads, t.shared_bytes, stream,
-                        inputs, weights, p);
+    return launch_early(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, t.shared_bytes, stream, maps.inputs,
+                        maps.weights, maps.outputs, p);
   }
-  kernel<<<static_cast<unsigned>(blocks), kShuffleGemmThreads, t.shared_bytes, stream>>>(inputs, weights, p);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, t.shared_bytes, stream>>>(maps.inputs, maps.weights, maps.outputs,
+                                                                              p);
   return cudaGetLastError();
 }
 
-template <typename T, int kTaps>
-cudaError_t dispatch_columns(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const CUtensorMap& inputs,
-                             const CUtensorMap& weights, bool after_packing, cudaStream_t stream) {
-  if constexpr (kTaps < 8) {
-    if (t.columns == 256) return launch_kernel<T, kTaps, 256>(t, p, inputs, weights, after_packing, stream);
-    if (t.columns == 64) return launch_kernel<T, kTaps, 64>(t, p, inputs, weights, after_packing, stream);
+template <typename T, int kTaps, bool kRectify>
+cudaError_t dispatch_columns(const ShuffleGemmTile& t, const ShuffleGemmParams& p, const ShuffleGemmMaps& maps,
+                             bool after_packing, cudaStream_t stream) {
+  using Store = ShuffleGemmStore;
+  const auto launch = [&](auto columns, auto store, auto warpgroups, auto whole) {
+    return launch_kernel<T, kTaps, columns(), store(), warpgroups(), kRectify, whole()>(t, p, maps, after_packing,
+                                                                                        stream);
+  };
+  constexpr std::integral_constant<Store, Store::kVectors> kVectors;
+  constexpr std::integral_constant<int, 2> kTwo;
+  constexpr std::integral_constant<int, 4> kFour;
+  constexpr std::integral_constant<int, 64> k64;
+  constexpr std::integral_constant<int, 128> k128;
+  constexpr std::integral_constant<int, 256> k256;
+  constexpr std::true_type kWhole;
+  if (t.warpgroups == 4) {
+    if constexpr (!kRectify && kTaps < 8) {
+      if (t.store == Store::kBoxes) {
+        return launch(k128, std::integral_constant<Store, Store::kBoxes>{}, kFour, kWhole);
+      }
+    }
+    if constexpr (!kRectify && kTaps == 0) {
+      if (t.store == Store::kRuns) return launch(k128, std::integral_constant<Store, Store::kRuns>{}, kFour, kWhole);
+    }
+    if constexpr (!kRectify && kTaps == 2) {
+      if (t.store == Store::kVectors) return launch(k128, kVectors, kFour, kWhole);
+    }
+    return cudaErrorNotSupported;
   }
-  return t.columns == 128 ? launch_kernel<T, kTaps, 128>(t, p, inputs, weights, after_packing, stream)
-                          : cudaErrorNotSupported;
+  if constexpr (kTaps < 8) {
+    if (p.vector < 16) return launch(k128, kVectors, kTwo, std::false_type{});
+    if (t.columns == 256) return launch(k256, kVectors, kTwo, kWhole);
+    if (t.columns == 64) return launch(k64, kVectors, kTwo, kWhole);
+  }
+  return launch(k128, kVectors, kTwo, kWhole);
 }
 
-template <typename T>
+template <typename T, bool kRectify>
 cudaError_t dispatch_taps(const Problem& problem, const ShuffleGemmTile& t, const ShuffleGemmParams& p,
-                          const CUtensorMap& inputs, const CUtensorMap& weights, bool after_packing,
-                          cudaStream_t stream) {
-  if (problem.layout == Layout::kChannelsLast)
-    return dispatch_columns<T, 0>(t, p, inputs, weights, after_packing, stream);
+                          const ShuffleGemmMaps& maps, bool after_packing, cudaStream_t stream) {
+  if (problem.layout == Layout::kChannelsLast) {
+    return dispatch_columns<T, 0, kRectify>(t, p, maps, after_packing, stream);
+  }
   switch (problem.axis[2].kernel) {
     case 2:
-      return dispatch_columns<T, 2>(t, p, inputs, weights, after_packing, stream);
+      return dispatch_columns<T, 2, kRectify>(t, p, maps, after_packing, stream);
     case 4:
-      return dispatch_columns<T, 4>(t, p, inputs, weights, after_packing, stream);
+      return dispatch_columns<T, 4, kRectify>(t, p, maps, after_packing, stream);
     case 8:
-      return dispatch_columns<T, 8>(t, p, inputs, weights, after_packing, stream);
+      return dispatch_columns<T, 8, kRectify>(t, p, maps, after_packing, stream);
     case 16:
-      return dispatch_columns<T, 16>(t, p, inputs, weights, after_packing, stream);
+      return dispatch_columns<T, 16, kRectify>(t, p, maps, after_packing, stream);
     default:
       return cudaErrorNotSupported;
   }
@@ -235,14 +302,19 @@ cudaError_t launch_tile(const Problem& problem, const ShuffleGemmTile& t, const 
       return cudaErrorNotSupported;
     } else {
       if (!copies) return launch_exact<T>(problem, p, stream);
-      CUtensorMap inputs, weights;
+      ShuffleGemmMaps maps{};
       const void *read_input = input, *read_weight = weight;
       cudaError_t error = pack_tensors(problem, workspace, read_input, read_weight, stream);
-      if (error == cudaSuccess) error = make_input_map(problem, packed, read_input, inputs);
-      if (error == cudaSuccess && !t.by_hand) error = make_weight_map(problem, read_weight, weights);
+      if (error == cudaSuccess) error = make_input_map(problem, packed, read_input, maps.inputs);
+      if (error == cudaSuccess && !t.by_hand) error = make_weight_map(problem, t.columns, read_weight, maps.weights);
+      if (error == cudaSuccess && t.store == ShuffleGemmStore::kBoxes) {
+        error = make_output_map(problem, output, maps.outputs);
+      }
       if (error != cudaSuccess) return error;
       const bool after_packing = read_input != input || read_weight != weight;
-      return dispatch_taps<T>(problem, t, p, inputs, t.by_hand ? inputs : weights, after_packing, stream);
+      return dispatch_rectifier(p.rectify, [&](auto rectify) {
+        return dispatch_taps<T, decltype(rectify)::value>(problem, t, p, maps, after_packing, stream);
+      });
     }
   });
 }

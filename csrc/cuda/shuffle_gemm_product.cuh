@@ -13,11 +13,13 @@ namespace fastconvt::cuda {
 #define FASTCONVT_SHUFFLE_GEMM 1
 #endif
 
-// An operand in lines of 128 bytes, swizzled; `inner` is the distance of 64 elements along the innermost dimension.
-__device__ __forceinline__ uint64_t swizzled_operand(uint32_t address, int inner) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(inner >> 4) << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+// The lower half of an operand in lines of 128 bytes, swizzled; `inner` is the distance of 64 elements along the
+// innermost dimension. Further places add their distance / 16. The upper half is always the same.
+__device__ __forceinline__ uint32_t swizzled_operand(uint32_t address, int inner) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(inner >> 4) << 16;
 }
+
+inline constexpr uint64_t kSwizzledOperand = (uint64_t{1024 >> 4} | uint64_t{1} << 30) << 32;
 
 #define FASTCONVT_OUT1(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define FASTCONVT_OUT4(i) FASTCONVT_OUT1(i), FASTCONVT_OUT1(i + 1), FASTCONVT_OUT1(i + 2), FASTCONVT_OUT1(i + 3)
@@ -54,9 +56,10 @@ __device__ __forceinline__ uint64_t swizzled_operand(uint32_t address, int inner
 
 // d = rows * columns, plus d if `sum` is not 0; in flight until wgmma_wait().
 template <typename T, bool kRowsInner, int kColumns>
-__device__ __forceinline__ void start_swizzled_product(float (&d)[kColumns / 8][4], uint64_t rows, uint64_t columns,
-                                                       int sum) {
+__device__ __forceinline__ void start_swizzled_product(float (&d)[kColumns / 8][4], uint32_t low_rows,
+                                                       uint32_t low_columns, int sum) {
 #ifdef FASTCONVT_SHUFFLE_GEMM
+  const uint64_t rows = kSwizzledOperand | low_rows, columns = kSwizzledOperand | low_columns;
   if constexpr (std::is_same_v<T, __half>) {
     FASTCONVT_SWIZZLEDS("f16.f16")
   } else {

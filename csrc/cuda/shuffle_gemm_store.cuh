@@ -89,7 +89,8 @@ __device__ __forceinline__ void meet_warpgroup(int warpgroup) {
   asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");
 }
 
-// The same; whether any of them says so.
+// The same; whether any of them says so. The shuffle shows the compiler that all threads agree: with a barrier behind a
+// branch that might diverge it would keep operands' places out of uniform registers.
 __device__ __forceinline__ bool any_of_warpgroup(int warpgroup, bool says) {
   int any;
   asm volatile(
@@ -98,7 +99,7 @@ __device__ __forceinline__ bool any_of_warpgroup(int warpgroup, bool says) {
       : "=r"(any)
       : "r"(2 + warpgroup), "r"(static_cast<int>(says))
       : "memory");
-  return any != 0;
+  return __shfl_sync(~0u, any, 0) != 0;
 }
 
 // The sample and the position in it of position `at` of a tile; false if there is none.
@@ -149,16 +150,17 @@ struct StagedRows {
   }
 };
 
-// Returns a mark of what is not finite.
-template <typename T, int kTaps, int kColumns, bool kRectify>
+// Returns a mark of what is not finite; the warpgroup must meet before staging again. kWhole: all vectors are of 16
+// bytes, which takes fewer registers.
+template <typename T, int kTaps, int kColumns, bool kRectify, bool kWhole>
 __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
                                                uint32_t staging, uint32_t terms, uint32_t offsets, int tile, int block,
                                                int warpgroup) {
   using Staged = StagedRows<kTaps>;
-  constexpr int kPlaces = kTaps == 2 ? 4 : kTaps == 4 ? 2 : 1, kStep = Staged::kRows / 4;
+  constexpr int kPlaces = kWhole ? 1 : kTaps == 2 ? 4 : kTaps == 4 ? 2 : 1, kStep = Staged::kRows / 4;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int vector = thread % Staged::kVectors, first_row = thread / Staged::kVectors;
-  const int step = p.vector * kPlaces / 16;  // places of a store
+  const int step = kWhole ? 1 : p.vector * kPlaces / 16;  // places of a store
   T* output[kPlaces];
 #pragma unroll
   for (int i = 0; i < kPlaces; ++i) {
@@ -177,6 +179,7 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
     for (int j = 0; j < 8; ++j) term[j] = load_shared_pair(terms + (round * 64 + j * 8 + 2 * t) * 4);
 #pragma unroll
     for (int k = 0; k < 4; ++k) row[k] = load_shared_word(offsets + (round * 64 + k * kStep * kTaps) * 2);
+    if (round > 0) meet_warpgroup(warpgroup);  // what was staged before has been read
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float (&s)[4] = sum[round * 8 + j];
@@ -192,7 +195,7 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
     uint4 staged[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) staged[k] = load_shared_vector(staging + Staged::place(first_row + k * kStep, vector));
-    if (p.vector == 16) {
+    if (kWhole || p.vector == 16) {
       if (output[0] != nullptr) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -216,17 +219,16 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) mark_not_finite<T>(mark[k], staged[k]);
-    meet_warpgroup(warpgroup);
   }
   return mark[0] | mark[1] | mark[2] | mark[3];
 }
 
 // channels_last: 8 positions of a warp by up to 128 columns at a time.
-template <typename T, int kColumns, bool kRectify>
+template <typename T, int kColumns, bool kRectify, bool kWhole>
 __device__ __forceinline__ uint32_t store_pixels(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
                                                  uint32_t staging, uint32_t terms, uint32_t offsets, int tile,
                                                  int block) {
-  constexpr int kWide = kColumns < 128 ? kColumns : 128, kVectors = kWide / 8, kPositions = 32 / kVectors;
+  constexpr int kWide = kWhole || kColumns < 128 ? 64 : 128, kVectors = kWide / 8, kPositions = 32 / kVectors;
   constexpr int kLoads = kVectors / 4;
   const int lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32 % 4;
   const int64_t mine = find_shuffle_gemm_place(p, tile, warp * 16 + lane % 16);
@@ -267,7 +269,7 @@ __device__ __forceinline__ uint32_t store_pixels(const ShuffleGemmParams& p, con
         const int position = k * kPositions + lane / kVectors;
         staged[k] = load_shared_vector(staging + position * (kWide * 2) + (lane % kVectors ^ position) * 16);
       }
-      if (p.vector == 16) {
+      if (kWhole || p.vector == 16) {
         if (offset != ~0u) {
 #pragma unroll
           for (int k = 0; k < kLoads; ++k) {

@@ -1,0 +1,145 @@
+// Copies of the shuffle GEMM from global to shared memory: inputs and weights through barriers, by a single thread (or,
+// what tensor copies cannot read, by several).
+#pragma once
+
+#include <cuda.h>
+
+#include "device/barrier.cuh"
+#include "shuffle_gemm_product.cuh"
+#include "shuffle_gemm_store.cuh"
+
+namespace fastconvt::cuda {
+
+// In shared memory: of every stage, that it is full and that it is empty; that a warpgroup's turn has come; that
+// resident weights are there.
+struct ShuffleGemmBarriers {
+  uint32_t address;
+  __device__ __forceinline__ uint32_t full(int stage) const { return address + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(kShuffleGemmMaxStages + stage); }
+  __device__ __forceinline__ uint32_t turn(int warpgroup) const { return full(2 * kShuffleGemmMaxStages + warpgroup); }
+  __device__ __forceinline__ uint32_t weights(int chunk) const { return turn(4 + chunk); }
+};
+
+struct ShuffleGemmRing {
+  int place = 0, parity = 0;
+  __device__ __forceinline__ void advance(int places, int by = 1) {
+    place += by;
+    while (place >= places) place -= places, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+#ifdef FASTCONVT_SHUFFLE_GEMM
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
+// A box of a tensor of four dimensions. Coordinates may lie outside: zeros are there.
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int u,
+                                         uint32_t barrier) {
+#ifdef FASTCONVT_SHUFFLE_GEMM
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// True in one thread of a warp, and the compiler knows that it is one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected = 0;
+#ifdef FASTCONVT_SHUFFLE_GEMM
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+#endif
+  return elected != 0;
+}
+
+// Where inputs of a tile begin.
+struct ShuffleGemmSource {
+  int position, n;
+};
+template <bool kContiguous>
+__device__ __forceinline__ ShuffleGemmSource find_source(const ShuffleGemmParams& p, int tile) {
+  ShuffleGemmSource source{tile, 0};
+  if (kContiguous && !p.flat) source.n = p.image(source.position);
+  source.position *= 64;
+  return source;
+}
+
+// Inputs of a tile, one chunk of channels.
+template <bool kContiguous>
+__device__ __forceinline__ void load_inputs(const CUtensorMap* map, uint32_t to, const ShuffleGemmSource& from,
+                                            int chunk, int group, uint32_t barrier) {
+  if constexpr (kContiguous) {
+    load_box(to, map, from.position, chunk * 64, group, from.n, barrier);
+  } else {
+    load_box(to, map, chunk * 64, group, from.position, 0, barrier);
+  }
+}
+// Weights of a block of columns, one chunk of channels: at once, or where columns are no multiple of 64 that many.
+template <int kColumns>
+__device__ __forceinline__ void load_weights(const ShuffleGemmParams& p, const CUtensorMap* map, uint32_t to,
+                                             const ShuffleGemmItem& item, int chunk, uint32_t barrier) {
+  if (p.whole_weights) {
+    load_box(to, map, 0, chunk * 64, item.block * (kColumns / 64), item.group, barrier);
+  } else {
+#pragma unroll 1
+    for (int b = 0; b < kColumns / 64; ++b) {
+      load_box(to + b * 8192, map, item.block * kColumns + b * 64, chunk * 64, 0, item.group, barrier);
+    }
+  }
+}
+
+// Copies what all items need, as soon as there is a place. One thread: what it does between two copies is kept short,
+// since products wait for it.
+template <bool kContiguous, int kColumns>
+__device__ __forceinline__ void copy_items(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* inputs,
+                                           const CUtensorMap* weights) {
+  const ShuffleGemmBarriers barriers{base + p.barriers};
+  constexpr int kInputBytes = 8192, kWeightBytes = kColumns * 128;
+  ShuffleGemmRing ring;
+  bool first = p.resident && !p.by_hand;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const ShuffleGemmItem item = find_shuffle_gemm_item(p, index);
+    for (int of_item = 0; of_item < p.item_tiles; of_item += p.sharing) {
+      const int tile = item.first_tile + of_item;
+      if (tile >= p.tiles) break;
+      const int bytes = tile + p.sharing > p.tiles ? kInputBytes : p.sharing * kInputBytes;
+      const ShuffleGemmSource from = find_source<kContiguous>(p, tile), second = find_source<kContiguous>(p, tile + 1);
+      for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages)) {
+        if (first) {
+          mbarrier_arrive_expecting(barriers.weights(chunk), kWeightBytes);
+          load_weights<kColumns>(p, weights, base + chunk * kWeightBytes, item, chunk, barriers.weights(chunk));
+        }
+        const uint32_t to = base + p.ring + ring.place * p.stage_bytes, full = barriers.full(ring.place);
+        mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+        mbarrier_arrive_expecting(full, bytes + (p.resident ? 0 : kWeightBytes));
+        load_inputs<kContiguous>(inputs, to, from, chunk, item.group, full);
+        if (bytes > kInputBytes) load_inputs<kContiguous>(inputs, to + kInputBytes, second, chunk, item.group, full);
+        if (!p.resident) load_weights<kColumns>(p, weights, to + p.sharing * kInputBytes, item, chunk, full);
+      }
+      first = false;
+    }
+  }
+}
+
+// Resident weights that tensor copies cannot read, as these would place them. All threads that multiply.
+template <typename T, int kColumns, int kThreads>
+__device__ __forceinline__ void copy_weights_by_hand(const ShuffleGemmParams& p, uint32_t base,
+                                                     const ShuffleGemmItem& item) {
+  const unsigned short* const source =
+      static_cast<const unsigned short*>(p.weight) + static_cast<int64_t>(item.group) * p.group_in * p.columns;
+  for (int i = threadIdx.x; i < p.chunks * 64 * kColumns; i += kThreads) {
+    const int local = i % kColumns, row = i / kColumns, chunk = row / 64, in_chunk = row % 64;
+    const int column = item.block * kColumns + local;
+    const bool exists = row < p.group_in && column < p.columns;
+    const unsigned short value = exists ? __ldg(source + static_cast<int64_t>(row) * p.columns + column) : 0;
+    const uint32_t at = chunk * (kColumns * 128) + local / 64 * 8192 + in_chunk * 128 +
+                        ((local % 64 / 8 ^ in_chunk % 8) << 4) + local % 8 * 2;
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(base + at), "h"(value) : "memory");
+  }
+  fence_shared_writes();
+}
+
+}  // namespace fastconvt::cuda

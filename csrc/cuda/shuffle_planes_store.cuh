@@ -1,0 +1,210 @@
+// The shuffle GEMM over planes: from sums in registers through shared memory to outputs. A warp's 16 rows are whole
+// runs: an output channel's (and depth's) lines of outputs, one after the other, of the tile's lines of inputs. Lane
+// 4 * g + t has sums of rows 2g and 2g + 1, two neighbouring taps, for columns 2t and 2t + 1 of every eight.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/bulk.cuh"
+#include "device/numeric.cuh"
+#include "device/shared_address.cuh"
+#include "shuffle_planes_params.h"
+
+namespace fastconvt::cuda {
+
+template <typename T>
+__device__ __forceinline__ uint32_t round_to_pair(float low, float high) {
+  uint32_t word = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+#endif
+  return word;
+}
+
+// Addresses and size are multiples of 16 bytes.
+__device__ __forceinline__ void store_run(void* target, uint32_t source, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+  commit_bulk();
+#endif
+}
+
+// Where a run begins, in elements.
+__device__ __forceinline__ int64_t find_planes_run(const ShufflePlanesParams& p, const ShufflePlanesItem& item, int run,
+                                                   int kernel_width) {
+  int depth_tap = run;
+  const int channel = p.kernel_depth(depth_tap);
+  const int64_t plane = static_cast<int64_t>(item.n) * p.out_channels + channel;
+  const int64_t line = static_cast<int64_t>(item.tile) * p.lines * p.kernel_height * (p.width.divisor * kernel_width);
+  return plane * p.output_channel + (item.depth * p.kernel_depth.divisor + depth_tap) * p.output_plane + line;
+}
+
+// Bytes by which a run is staged further, to lie as its target does modulo 32 bytes.
+__device__ __forceinline__ int find_skew(const ShufflePlanesParams& p, int64_t run) {
+  return p.skews ? static_cast<int>((reinterpret_cast<uintptr_t>(p.output) + 2 * run) & 16) : 0;
+}
+
+template <typename T>
+__device__ __noinline__ float make_planes_output(const ShufflePlanesParams& p, ShufflePlanesItem item, int position,
+                                                 int row) {
+  const T* x = static_cast<const T*>(p.input) + static_cast<int64_t>(item.n) * p.in_channels * p.input_channel +
+               item.depth * p.input_plane + static_cast<int64_t>(item.tile) * p.lines * p.width.divisor + position;
+  const T* w = static_cast<const T*>(p.weight) + row;
+  double sum = 0;
+#pragma unroll 4
+  for (int c = 0; c < p.in_channels; ++c) {
+    sum += double(to_accumulator(*x)) * double(to_accumulator(*w));
+    x += p.input_channel, w += p.rows;
+  }
+  const int channel = row / (p.rows / p.out_channels);
+  if (p.bias != nullptr) sum += double(to_accumulator(static_cast<const T*>(p.bias)[channel]));
+  return p.rectifier(static_cast<float>(sum));
+}
+
+// A warp's staged outputs whose sums were perhaps not finite, by the definition: sums in float32 may overflow on their
+// way to a finite one.
+template <typename T, int kTaps>
+__device__ __noinline__ void repair_runs(const ShufflePlanesParams& p, ShufflePlanesItem item, unsigned char* to,
+                                         int first_row) {
+  const int lane = threadIdx.x % 32, taps = p.kernel_height * kTaps, line = p.width.divisor * kTaps;
+  for (int i = 0; i < 16 / taps && first_row + i * taps < p.rows; ++i) {
+    const int skew = find_skew(p, find_planes_run(p, item, first_row / taps + i, kTaps));
+    T* const run = reinterpret_cast<T*>(to + i * p.run_bytes + skew);
+    for (int at = lane; at < item.count * taps; at += 32) {
+      if (p.rectifier.shows_finite(to_accumulator(run[at]))) continue;
+      const int of = at / line, x = at % line;
+      const int row = first_row + i * taps + of % p.kernel_height * kTaps + x % kTaps;
+      run[at] =
+          from_accumulator<T>(make_planes_output<T>(p, item, of / p.kernel_height * p.width.divisor + x / kTaps, row));
+    }
+  }
+}
+
+// Four neighbouring outputs of what a lane has of every eight columns: two taps of two positions, or, by exchange with
+// the lane that has the other taps, four taps of one.
+template <typename T, int kTaps>
+__device__ __forceinline__ void join_taps(const float (&s)[4], uint32_t (&word)[2], int lane) {
+  word[0] = round_to_pair<T>(s[0], s[2]), word[1] = round_to_pair<T>(s[1], s[3]);
+  if constexpr (kTaps == 4) {
+    const bool upper = lane & 4;  // keeps the second position
+    const uint32_t other = __shfl_xor_sync(~0u, upper ? word[0] : word[1], 4);
+    (upper ? word[0] : word[1]) = other;
+  }
+}
+
+// Stages them if their place exists; `mark` becomes NaN if one is not finite.
+template <typename T>
+__device__ __forceinline__ void stage_words(const uint32_t (&word)[2], uint32_t to, int place, uint32_t (&mark)[2]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred exists;\nsetp.ge.s32 exists, %3, 0;\n@exists st.shared.v2.b32 [%2], {%0, %1};\n}" ::"r"(word[0]),
+      "r"(word[1]), "r"(to + place), "r"(place)
+      : "memory");
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (std::is_same_v<T, __half>) {
+      asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(mark[i]) : "r"(word[i]), "r"(0));
+    } else {
+      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(mark[i]) : "r"(word[i]), "r"(0));
+    }
+  }
+#endif
+}
+
+// Where pairs of positions go in a run, in bytes, by a lane's first column and every eighth one; -1: nowhere.
+inline constexpr int kPlanesTableLane = 36 * 4;  // other banks for each lane
+template <int kTaps, int kColumns>
+__device__ __forceinline__ void fill_planes_table(const ShufflePlanesParams& p, uint32_t table) {
+  for (int i = threadIdx.x; i < 128; i += blockDim.x) {
+    const int position = i % 32 * 8 + i / 32 * 2;
+    int rest = position;
+    const int line = p.width(rest), skipped = (p.kernel_height - 1) * p.width.divisor * (kTaps * 2);
+    const int place = line >= p.lines ? -1 : position * (kTaps * 2) + line * skipped;
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(table + i / 32 * kPlanesTableLane + i % 32 * 4), "r"(place)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ int4 load_places(uint32_t table) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(table));
+  return v;
+}
+
+// What bias adds to a lane's rows, two taps of a channel.
+template <typename T>
+__device__ __forceinline__ T load_term(const ShufflePlanesParams& p, int row) {
+  int channel = row >> p.taps_shift;
+  channel = p.kernel_depth(channel);
+  return p.bias != nullptr && channel < p.out_channels ? __ldg(static_cast<const T*>(p.bias) + channel) : T{};
+}
+
+// Stores 64 rows' outputs; `to`: the warp's part of shared memory, whose last stores may still be read.
+template <typename T, int kTaps, int kColumns>
+__device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const ShufflePlanesItem& item,
+                                             float (&sum)[kColumns / 8][4], T term, uint32_t table, unsigned char* to,
+                                             int first_row) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kBlocks = kColumns / 8;
+  const int lane = threadIdx.x % 32, first_run = first_row >> p.taps_shift;
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[j][i] += to_accumulator(term);
+    }
+  }
+  uint32_t mark[2] = {};  // NaN if any sum is not finite
+  if (p.rectifier.on) {
+    float finite = 0;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) finite = fmaf(sum[j][i], 0, finite);
+    }
+    if (!is_finite(finite)) mark[0] = ~0u;
+    p.rectifier(sum);
+  }
+  const int row = lane / 4 * 2, run = row >> p.taps_shift;
+  const int height = (row & ((1 << p.taps_shift) - 1)) / kTaps;
+  uint32_t at = shared_address(to) + run * p.run_bytes + height * p.width.divisor * (kTaps * 2) + row % kTaps * 4;
+  if (p.skews) at += find_skew(p, find_planes_run(p, item, first_run + run, kTaps));
+  table += lane % 4 * kPlanesTableLane;
+  const bool stores = lane < 16 >> p.taps_shift;
+  if (stores) wait_for_bulk_reads();
+  __syncwarp();
+  // Several at a time: a store would wait for its own place.
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += 4) {
+    const int4 v = load_places(table + first * 4);
+    const int places[4] = {v.x, v.y, v.z, v.w};
+    uint32_t words[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < kBlocks) join_taps<T, kTaps>(sum[first + i], words[i], lane);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < kBlocks) stage_words<T>(words[i], at, places[i], mark);
+    }
+  }
+  __syncwarp();
+  if (__any_sync(~0u, ((mark[0] | mark[1]) & 0x7fff7fffu) != 0)) {
+    repair_runs<T, kTaps>(p, item, to, first_row);
+    __syncwarp();
+  }
+  fence_shared_writes();
+  __syncwarp();
+  const int mine = first_run + lane;
+  if (stores && mine << p.taps_shift < p.rows) {
+    const int64_t place = find_planes_run(p, item, mine, kTaps);
+    store_run(static_cast<T*>(p.output) + place, shared_address(to) + lane * p.run_bytes + find_skew(p, place),
+              item.count << (p.taps_shift + 1));
+  }
+#endif
+}
+
+}  // namespace fastconvt::cuda
