@@ -261,7 +261,7 @@ def test_memory_beyond_the_output(case):
 
 
 GRADIENTS_MEMORY = [  # with what they may hold beyond the gradients, for a byte of the output's
-    (Case("", (4, 64, 300, 401), (64, 64, 3, 3), bias=False), torch.float32, 0),
+    (Case("", (8, 64, 300, 401), (64, 64, 3, 3), bias=False), torch.float32, 0),
     (Case("", (16, 32, 16, 32, 64), (32, 16, 3, 5, 7), bias=False), torch.bfloat16, 1.5),
 ]
 
