@@ -8,6 +8,7 @@
 #include "device/copy_groups.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/fast_divide.h"
+#include "device/met_taps.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 #include "device/tf32.cuh"
@@ -16,13 +17,8 @@ namespace fastconvt::cuda {
 
 constexpr int kFewInputThreads = 256;
 
-struct FewInputAxis {
-  FastDivide in;
-  int out, kernel, stride, padding, dilation;
-};
-
 struct FewInputParams {
-  FewInputAxis axis[3];
+  MetAxis axis[3];
   FastDivide image, taps;  // input positions of a batch entry
   FastDivide splits, row_blocks;
   int positions, channels, out_channels, inner, steps;
@@ -33,49 +29,28 @@ struct FewInputParams {
   float* grad_input;
 };
 
-// Of a tap: how far its output is from that of the first one, and its place along each axis.
-struct FewInputTap {
-  int offset;
-  unsigned char at[4];
-};
-
-// Where a position's first tap meets the outputs, and which taps meet any, a bit each.
+// What a position meets, and the element of its first tap's output in the first channel.
 struct FewInputPlace {
   int first;
-  uint32_t meets[3];
+  MetTaps met;
 
   __device__ FewInputPlace(const FewInputParams& p, int position) {
     const bool exists = position < p.positions;
-    int rest = exists ? position : 0, at[3];
-    const int n = p.image(rest);
-#pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      const FewInputAxis& axis = p.axis[a];
-      int q = rest;
-      rest = axis.in(q);
-      at[a] = q * axis.stride - axis.padding;
-      meets[a] = 0;
-      for (int t = 0; t < axis.kernel; ++t) {
-        const int o = at[a] + t * axis.dilation;
-        if (exists && o >= 0 && o < axis.out) meets[a] |= 1u << t;
-      }
-    }
-    first = n * p.out_batch + (at[0] * p.axis[1].out + at[1]) * p.axis[2].out + at[2];
-  }
-  __device__ __forceinline__ bool meet(const FewInputTap& tap) const {
-    return (meets[0] >> tap.at[0] & meets[1] >> tap.at[1] & meets[2] >> tap.at[2] & 1) != 0;
+    int n = exists ? position : 0;
+    met = find_met_taps(p.axis, n, exists);
+    first = n * p.out_batch + (met.first[0] * p.axis[1].out + met.first[1]) * p.axis[2].out + met.first[2];
   }
 };
 
 // An element by the definition, in float64: only outputs that exist are multiplied.
-__device__ __noinline__ float few_input_by_definition(const FewInputParams& p, const FewInputTap* taps, int channel,
+__device__ __noinline__ float few_input_by_definition(const FewInputParams& p, const MetTap* taps, int channel,
                                                       int position) {
   const FewInputPlace place(p, position);
   double sum = 0;
   for (int c = 0; c < p.inner; ++c) {
     int tap = c;
     const int out_channel = p.taps(tap);
-    if (!place.meet(taps[tap])) continue;
+    if (!place.met.meet(taps[tap])) continue;
     sum = fma(double(p.grad_output[place.first + out_channel * p.out_image + taps[tap].offset]),
               double(p.weight[static_cast<int64_t>(channel) * p.inner + c]), sum);
   }
@@ -127,7 +102,7 @@ __device__ __forceinline__ int few_input_column(const FewInputParams& p) {
 
 template <int kShape>
 __device__ __forceinline__ void copy_step(const FewInputParams& p, const FewInputBlock<kShape>& block,
-                                          const FewInputTap* taps, const FewInputPlace& place, int step, float* stage) {
+                                          const MetTap* taps, const FewInputPlace& place, int step, float* stage) {
   using Block = FewInputBlock<kShape>;
   constexpr int kColumns = Block::kOf.columns, kApart = kFewInputThreads / kColumns;
   const int first = step * kFewInner;
@@ -156,8 +131,8 @@ __device__ __forceinline__ void copy_step(const FewInputParams& p, const FewInpu
     int tap = first + k + i * kApart;
     const bool inside = tap < p.inner;
     const int out_channel = p.taps(tap);
-    const FewInputTap of = taps[tap];
-    const bool exists = inside && place.meet(of);
+    const MetTap of = taps[tap];
+    const bool exists = inside && place.met.meet(of);
     const float* const from = p.grad_output + (exists ? place.first + out_channel * p.out_image + of.offset : 0);
     copy_or_zero<4>(columns + ((k + i * kApart) * Block::kColumnPitch + column) * 4, from, exists);
   }
@@ -232,7 +207,7 @@ __device__ __forceinline__ void multiply_step(const float* stage, int row, int c
 // Adds the sums of a cluster's blocks, each a share of the rows, and stores them.
 template <int kShape>
 __device__ __forceinline__ void store_few(const FewInputParams& p, const FewInputBlock<kShape>& block,
-                                          const FewInputTap* taps, const float* sums) {
+                                          const MetTap* taps, const float* sums) {
   using Block = FewInputBlock<kShape>;
   const int splits = p.splits.divisor, share = Block::kOf.rows / splits;
 #pragma unroll 2
@@ -260,16 +235,9 @@ __global__ void __launch_bounds__(kFewInputThreads, kFewInputShapes[kShape].resi
   using Block = FewInputBlock<kShape>;
   constexpr int kStages = Block::kOf.stages, kRowTiles = Block::kOf.rows / 32, kTiles = Block::kOf.columns / 32;
   extern __shared__ float4 stage_vectors[];
-  __shared__ FewInputTap taps[kFewMaxTaps];
+  __shared__ MetTap taps[kFewMaxTaps];
   float* const stages = reinterpret_cast<float*>(stage_vectors);
-  for (int t = threadIdx.x; t < p.taps.divisor; t += kFewInputThreads) {
-    const int t2 = t % p.axis[2].kernel, rest = t / p.axis[2].kernel;
-    const int t1 = rest % p.axis[1].kernel, t0 = rest / p.axis[1].kernel;
-    taps[t].offset =
-        (t0 * p.axis[0].dilation * p.axis[1].out + t1 * p.axis[1].dilation) * p.axis[2].out + t2 * p.axis[2].dilation;
-    taps[t].at[0] = static_cast<unsigned char>(t0), taps[t].at[1] = static_cast<unsigned char>(t1);
-    taps[t].at[2] = static_cast<unsigned char>(t2);
-  }
+  fill_taps<kFewInputThreads>(p.axis, p.taps.divisor, taps);
   const Block block(p);
   const FewInputPlace place(p, block.first_column + few_input_column<kShape>(p));
   __syncthreads();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../core/gemm_gradients.h"
+#include "device/met_taps.cuh"
 #include "gradient_gemm_pack.cuh"
 
 namespace fastconvt::cuda {
@@ -11,13 +12,8 @@ constexpr int kUnrollThreads = 256;
 constexpr int kUnrollPositions = 32;  // of a step of a block
 constexpr int kUnrollVectors = 32;    // of eight neighbouring columns, of a block
 
-struct UnrollAxis {
-  FastDivide in;
-  int out, kernel, stride, padding, dilation;
-};
-
 struct UnrollParams {
-  UnrollAxis axis[3];
+  MetAxis axis[3];
   FastDivide column_blocks;
   int taps, columns, channels;
   int image;             // outputs of a channel
@@ -27,54 +23,23 @@ struct UnrollParams {
   float* partial;  // (blocks of positions, columns): sums for the bias; may be null
 };
 
-// Of a tap: how far its output is from that of the first one, and its place along each axis.
-struct UnrollTap {
-  int offset;
-  unsigned char at[4];
-};
-
-__device__ __forceinline__ void fill_taps(const UnrollParams& p, UnrollTap* taps) {
-  for (int t = threadIdx.x; t < p.taps; t += kUnrollThreads) {
-    const int t2 = t % p.axis[2].kernel, rest = t / p.axis[2].kernel;
-    const int t1 = rest % p.axis[1].kernel, t0 = rest / p.axis[1].kernel;
-    taps[t].offset =
-        (t0 * p.axis[0].dilation * p.axis[1].out + t1 * p.axis[1].dilation) * p.axis[2].out + t2 * p.axis[2].dilation;
-    taps[t].at[0] = static_cast<unsigned char>(t0), taps[t].at[1] = static_cast<unsigned char>(t1);
-    taps[t].at[2] = static_cast<unsigned char>(t2);
-  }
-}
-
-// Where a position's first tap meets the outputs, and which taps meet any, a bit each.
+// What a position meets, and the element of its first tap's output in the first channel.
 struct UnrollPlace {
   int64_t first;
-  uint32_t meets[3];
+  MetTaps met;
 
   __device__ UnrollPlace(const UnrollParams& p, int position) {
     const bool exists = position < p.positions;
-    int rest = exists ? position : 0, at[3];
-#pragma unroll
-    for (int a = 2; a >= 0; --a) {
-      const UnrollAxis& axis = p.axis[a];
-      int q = rest;
-      rest = axis.in(q);
-      at[a] = q * axis.stride - axis.padding;
-      meets[a] = 0;
-      for (int t = 0; t < axis.kernel; ++t) {
-        const int o = at[a] + t * axis.dilation;
-        if (exists && o >= 0 && o < axis.out) meets[a] |= 1u << t;
-      }
-    }
-    first = static_cast<int64_t>(rest) * p.channels * p.image +
-            (static_cast<int64_t>(at[0]) * p.axis[1].out + at[1]) * p.axis[2].out + at[2];
-  }
-  __device__ __forceinline__ bool meet(const UnrollTap& tap) const {
-    return (meets[0] >> tap.at[0] & meets[1] >> tap.at[1] & meets[2] >> tap.at[2] & 1) != 0;
+    int n = exists ? position : 0;
+    met = find_met_taps(p.axis, n, exists);
+    first = static_cast<int64_t>(n) * p.channels * p.image +
+            (static_cast<int64_t>(met.first[0]) * p.axis[1].out + met.first[1]) * p.axis[2].out + met.first[2];
   }
 };
 
 // Eight neighbouring columns of a position, kWide taps at a time, which are neighbours in memory.
 template <typename T, int kWide>
-__device__ __forceinline__ uint4 unroll_vector(const UnrollParams& p, const UnrollTap* taps, const UnrollPlace& place,
+__device__ __forceinline__ uint4 unroll_vector(const UnrollParams& p, const MetTap* taps, const UnrollPlace& place,
                                                int column) {
   using Part = Pack<T, kWide>;
   union {
@@ -85,8 +50,8 @@ __device__ __forceinline__ uint4 unroll_vector(const UnrollParams& p, const Unro
   const T* source = static_cast<const T*>(p.source) + place.first + static_cast<int64_t>(channel) * p.image;
 #pragma unroll
   for (int k = 0; k < 8 / kWide; ++k) {
-    const UnrollTap of = taps[tap];
-    eight.part[k] = place.meet(of) ? *reinterpret_cast<const Part*>(source + of.offset) : Part{};
+    const MetTap of = taps[tap];
+    eight.part[k] = place.met.meet(of) ? *reinterpret_cast<const Part*>(source + of.offset) : Part{};
     if ((tap += kWide) == p.taps) tap = 0, source += p.image;
   }
   return eight.vector;
@@ -113,8 +78,8 @@ __device__ __forceinline__ void add_columns(const UnrollParams& p, const float (
 template <typename T, int kWide>
 __device__ __forceinline__ void unroll(const UnrollParams& p, int block, char* staged) {
   static_assert(kUnrollThreads / kUnrollVectors == 8);
-  __shared__ UnrollTap taps[kUnrollMaxTaps];
-  fill_taps(p, taps);
+  __shared__ MetTap taps[kUnrollMaxTaps];
+  fill_taps<kUnrollThreads>(p.axis, p.taps, taps);
   __syncthreads();
   int column_block = block;
   const int position_block = p.column_blocks(column_block);

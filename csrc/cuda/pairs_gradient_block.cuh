@@ -58,17 +58,6 @@ __device__ __forceinline__ void settle_operands(uint32_t (&rows)[4][2][4]) {
       for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(rows[s][m][k])::"memory");
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t round_pair(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
 template <int kTiles>
 __device__ __forceinline__ float probe_sums(const float (&sum)[kTiles][4]) {
   float probe = 0;

@@ -4,6 +4,7 @@
 // in memory.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "shuffle_gemm_copy.cuh"
 
 namespace fastconvt::cuda {
@@ -14,23 +15,6 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(map), "r"(x),
       "r"(y), "r"(z), "r"(u), "r"(v), "r"(source)
       : "memory");
-#endif
-}
-__device__ __forceinline__ void store_run(void* target, uint32_t source, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
-               : "memory");
-#endif
-}
-__device__ __forceinline__ void commit_stores() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-#endif
-}
-// Until what this thread stores has been read.
-__device__ __forceinline__ void wait_for_bulk_reads() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
 }
 // Until they have been written, and this thread sees it.
@@ -232,7 +216,7 @@ __device__ __forceinline__ uint32_t store_boxes(const ShuffleGemmParams& p, cons
     meet_warpgroup(warpgroup);
     if (copies) {
       copy_box<kContiguous>(p, map, staging, box, group, column);
-      commit_stores();
+      commit_bulk();
     }
   }
   return mark[0] | mark[1] | mark[2] | mark[3];
@@ -271,7 +255,7 @@ __device__ __forceinline__ uint32_t store_runs(const ShuffleGemmParams& p, const
   meet_warpgroup(warpgroup);
   if (thread < 32) {
     copy_runs<T>(p, image, tile);
-    commit_stores();
+    commit_bulk();
   }
   return mark[0] | mark[1] | mark[2] | mark[3];
 }

@@ -39,19 +39,6 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
 #endif
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  uint32_t word = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  }
-#endif
-  return word;
-}
-
 // Two outputs: of sums and what bias adds to them. A floor would hide negative infinity from repair_tile(); a slope of
 // 0 does not: their product is NaN, which fmaxf() ignores.
 template <typename T, bool kRectify>

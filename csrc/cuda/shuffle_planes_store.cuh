@@ -11,28 +11,6 @@
 
 namespace fastconvt::cuda {
 
-template <typename T>
-__device__ __forceinline__ uint32_t round_to_pair(float low, float high) {
-  uint32_t word = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  }
-#endif
-  return word;
-}
-
-// Addresses and size are multiples of 16 bytes.
-__device__ __forceinline__ void store_run(void* target, uint32_t source, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
-               : "memory");
-  commit_bulk();
-#endif
-}
-
 // Where a run begins, in elements.
 __device__ __forceinline__ int64_t find_planes_run(const ShufflePlanesParams& p, const ShufflePlanesItem& item, int run,
                                                    int kernel_width) {
@@ -88,7 +66,7 @@ __device__ __noinline__ void repair_runs(const ShufflePlanesParams& p, ShufflePl
 // the lane that has the other taps, four taps of one.
 template <typename T, int kTaps>
 __device__ __forceinline__ void join_taps(const float (&s)[4], uint32_t (&word)[2], int lane) {
-  word[0] = round_to_pair<T>(s[0], s[2]), word[1] = round_to_pair<T>(s[1], s[3]);
+  word[0] = round_pair<T>(s[0], s[2]), word[1] = round_pair<T>(s[1], s[3]);
   if constexpr (kTaps == 4) {
     const bool upper = lane & 4;  // keeps the second position
     const uint32_t other = __shfl_xor_sync(~0u, upper ? word[0] : word[1], 4);
@@ -203,6 +181,7 @@ __device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const
     const int64_t place = find_planes_run(p, item, mine, kTaps);
     store_run(static_cast<T*>(p.output) + place, shared_address(to) + lane * p.run_bytes + find_skew(p, place),
               item.count << (p.taps_shift + 1));
+    commit_bulk();
   }
 #endif
 }

@@ -37,8 +37,6 @@ __device__ inline void bulk_store(float* target, const float* source, int count,
                "r"(shared_address(source)), "r"(count * 4), "l"(policy)
                : "memory");
 }
-__device__ inline void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ inline void wait_for_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Address and size are multiples of 16 bytes.
 __device__ inline void prefetch_bulk(const void* source, int bytes, uint64_t policy) {
@@ -47,5 +45,24 @@ __device__ inline void prefetch_bulk(const void* source, int bytes, uint64_t pol
 }
 
 #endif
+
+// The same without a policy.
+__device__ __forceinline__ void store_run(void* target, uint32_t source, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_bulk() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Until what this thread stores has been read.
+__device__ __forceinline__ void wait_for_bulk_reads() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
 
 }  // namespace fastconvt::cuda

@@ -39,6 +39,18 @@ __device__ inline T from_accumulator(accumulator_t<T> x) {
   }
 }
 
+// Two elements of 16 bits in a word, the first one below.
+template <typename T>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
 // kCount values side by side, moved as one or two vector accesses.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
