@@ -23,6 +23,7 @@ struct GemmGradientsPlan {
   bool together;   // both products at the same time, each on some multiprocessors
   // Of the weight's gradient from padded planes, which the input's reads as well; without a shape: by `weight`.
   GradientGemmTile windows{};
+  bool halved = false;  // partial sums of the weight's gradient are in two places
 
   bool by_windows() const { return windows.shape >= 0; }
 };
@@ -100,7 +101,7 @@ inline void gemm_gradients_share(GemmGradientsPlan& plan) {
   const double in_turn = gemm_gradients_in_turn(plan);
   if (in_turn > kSmall || plan.products.element_size() != 2) return;  // TF32 is packed in two forms, in turn
   constexpr std::array<int64_t, 3> kShares{36, 66, 96};
-  const auto weights = gemm_weight_tiles<3>(plan.products, kShares);
+  const auto weights = gemm_weight_tiles<3>(plan.products, kShares, gemm_weight_room(plan.products));
   double least = in_turn + 0.004;  // of what is between them
   for (size_t i = 0; i < kShares.size(); ++i) {
     if (weights[i].shape < 0 || !gemm_weight_finishes(plan.products, weights[i])) continue;
@@ -109,6 +110,7 @@ inline void gemm_gradients_share(GemmGradientsPlan& plan) {
     const double both = kBegin + std::max(gemm_gradients_input_ms(plan.products, input),
                                           gemm_gradients_weight_ms(plan.products, weights[i]));
     if (both < least) least = both, plan.input = input, plan.weight = weights[i], plan.together = true;
+    if (plan.together) plan.halved = false;
   }
   if (plan.together) plan.cost_ms += least - in_turn;
 }
@@ -117,7 +119,7 @@ inline void gemm_gradients_share(GemmGradientsPlan& plan) {
 inline void gemm_gradients_take_windows(GemmGradientsPlan& plan) {
   const Problem& p = plan.products;
   GemmGradientsPlan other = plan;
-  other.input = last_result<gradient_gemm_tile>(p), other.together = false;
+  other.input = last_result<gradient_gemm_tile>(p), other.together = other.halved = false;
   if (!other.input.windows) return;
   other.windows = gradient_gemm_weight_tile(p);
   if (!other.by_windows()) return;
@@ -133,6 +135,12 @@ inline GemmGradientsPlan gemm_gradients_as(const Problem& p, GemmGradientsForm f
   const Problem& q = plan.products;
   plan.input = turned ? last_result<gradient_gemm_tile>(p) : gradient_gemm_tile(q);
   plan.weight = turned ? last_result<gemm_weight_tile>(p) : gemm_weight_tile(q);
+  if (turned && plan.weight.shape >= 0) {
+    const GemmWeightTile halved = gemm_weight_halved_tile(p);
+    plan.halved =
+        halved.shape >= 0 && gemm_gradients_weight_ms(p, halved) < 0.96 * gemm_gradients_weight_ms(p, plan.weight);
+    if (plan.halved) plan.weight = halved;
+  }
   const double element = double(p.element_size());
   double packing = 0;
   if (unrolled) {

@@ -167,6 +167,23 @@ inline int64_t gemm_weight_room(const Problem& p) {
   return p.element_size() * (p.in_elements() + (more ? p.out_elements() : 0));
 }
 
+// Whether partial sums may stand in two places, those of half of the rows each: there is twice as much room if the
+// input is read as it lies, since the second half, and the bias's, then stand where it would be packed. Halves are
+// whole tiles of 16 rows.
+inline bool gemm_weight_may_halve(const Problem& p) {
+  return gemm_weight_may_be_direct(p) && p.weight_layout == Layout::kContiguous && p.groups == 1 &&
+         p.in_channels % 32 == 0 && (!p.has_bias || gemm_weight_counts(p));
+}
+// Of the first half.
+inline int64_t gemm_weight_near_bytes(const Problem& p, const GemmWeightTile& t) {
+  return t.splits * p.in_channels / 2 * gemm_weight_pitch(p) * p.kernel_positions() * 4;
+}
+inline bool gemm_weight_fits_halves(const Problem& p, const GemmWeightTile& t) {
+  if (t.shape < 0 || !t.direct || gemm_weight_finishes(p, t)) return false;
+  if (p.has_bias && !gemm_weight_sums_bias(p, t)) return false;
+  return gemm_weight_near_bytes(p, t) + gemm_weight_bias_bytes(p, t) <= gemm_weight_room(p);
+}
+
 // Outputs that any tap meets; where they are not all, memory is read in pieces.
 inline double gemm_weight_outputs(const Problem& p) {
   double outputs = double(p.out_elements());
@@ -199,15 +216,15 @@ inline double gemm_weight_end_clocks(const Problem& p, const GemmWeightTile& t, 
 }
 
 // Clocks in all, but for packing; chooses how often the sum is split. Blocks that do not run at once are no more than
-// `blocks`.
-inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTile& t) {
+// `blocks`, and partial sums no more than `bytes`.
+inline double gemm_weight_clocks(const Problem& p, int64_t blocks, int64_t bytes, GemmWeightTile& t) {
   constexpr int64_t kProcessors = 132;
   const double stage = gemm_weight_stage_clocks(t) * gemm_weight_passes(p);
   const double weight = double(p.in_channels * gemm_weight_pitch(p) * p.kernel_positions()) * 4;
   // Matrix units truncate where they add: parts of sums are short.
   const int64_t fewest =
       std::min(t.all_tiles, ceil_div(t.all_tiles * gemm_weight_passes(p), kGemmWeightLongest / kGemmWeightPositions));
-  const int64_t room = static_cast<int64_t>(double(gemm_weight_room(p)) / weight);
+  const int64_t room = static_cast<int64_t>(double(bytes) / weight);
   const int64_t most = std::max(
       fewest, std::min({t.all_tiles, std::max<int64_t>(1, 2 * kProcessors / t.kinds), std::max<int64_t>(1, room)}));
   GemmWeightTile best = t;
@@ -224,7 +241,7 @@ inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTil
                          : gemm_weight_sums_bias(p, t) ? gemm_weight_bias_bytes(p, t)
                                                        : gemm_weight_bias_pass_bytes(p);
     const double sums = (finishes ? 0 : double(splits) * weight) + double(bias);
-    if (sums > double(gemm_weight_room(p))) clocks += kGemmWeightTooLarge;
+    if (sums > double(bytes)) clocks += kGemmWeightTooLarge;
     if (clocks < least) least = clocks, best.splits = splits, best.clustered = clustered;
   };
   for (int64_t splits = fewest; splits <= most; ++splits) {
@@ -238,8 +255,8 @@ inline double gemm_weight_clocks(const Problem& p, int64_t blocks, GemmWeightTil
     if (t.kinds * splits <= 2 * kProcessors) consider(splits, true);
   }
   t.splits = best.splits, t.clustered = best.clustered;
-  const double bytes = (double(p.in_elements()) + gemm_weight_outputs(p)) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1);
-  const double memory = bytes / (gemm_weight_outputs(p) < double(p.out_elements()) ? 2.6e9 : 4.3e9);
+  const double moved = (double(p.in_elements()) + gemm_weight_outputs(p)) * 2 * (gemm_weight_passes(p) > 1 ? 2 : 1);
+  const double memory = moved / (gemm_weight_outputs(p) < double(p.out_elements()) ? 2.6e9 : 4.3e9);
   return t.clocks = std::max(least, 3000 + memory * kGemmWeightClocksMs) + 0.02 * least;  // the better one of equals
 }
 
@@ -301,15 +318,16 @@ void gemm_weight_each_tile(const Problem& p, Visit&& visit) {
   }
 }
 
-// The best ones with at most so many blocks at once; none: a tile without a shape.
+// The best ones with at most so many blocks at once, and so many bytes of partial sums; none: a tile without a shape.
 template <size_t kLimits>
-std::array<GemmWeightTile, kLimits> gemm_weight_tiles(const Problem& p, const std::array<int64_t, kLimits>& blocks) {
+std::array<GemmWeightTile, kLimits> gemm_weight_tiles(const Problem& p, const std::array<int64_t, kLimits>& blocks,
+                                                      int64_t bytes) {
   std::array<GemmWeightTile, kLimits> best{};
   for (GemmWeightTile& t : best) t.shape = -1;
   gemm_weight_each_tile(p, [&](const GemmWeightTile& tile) {
     for (size_t i = 0; i < kLimits; ++i) {
       GemmWeightTile t = tile;
-      gemm_weight_clocks(p, blocks[i], t);
+      gemm_weight_clocks(p, blocks[i], bytes, t);
       t.clocks += gemm_weight_input_clocks(p, t);
       if (t.clocks < kGemmWeightNever && (best[i].shape < 0 || t.clocks < best[i].clocks)) best[i] = t;
     }
@@ -320,7 +338,16 @@ std::array<GemmWeightTile, kLimits> gemm_weight_tiles(const Problem& p, const st
   return best;
 }
 constexpr int64_t kGemmWeightAnyBlocks = int64_t{1} << 40;
-inline GemmWeightTile gemm_weight_tile(const Problem& p) { return gemm_weight_tiles<1>(p, {kGemmWeightAnyBlocks})[0]; }
+inline GemmWeightTile gemm_weight_tile(const Problem& p) {
+  return gemm_weight_tiles<1>(p, {kGemmWeightAnyBlocks}, gemm_weight_room(p))[0];
+}
+// With twice the room, in two places; a tile without a shape: there are none.
+inline GemmWeightTile gemm_weight_halved_tile(const Problem& p) {
+  GemmWeightTile none{};
+  if (!gemm_weight_may_halve(p)) return none;
+  const GemmWeightTile t = gemm_weight_tiles<1>(p, {kGemmWeightAnyBlocks}, 2 * gemm_weight_room(p))[0];
+  return gemm_weight_fits_halves(p, t) ? t : none;
+}
 
 inline std::string gemm_weight_gradient_refusal(const Problem& p) {
   constexpr int64_t kMaxSize = int64_t{1} << 30;

@@ -20,10 +20,10 @@ struct AllGradients {
 };
 
 // The workspace: the packed weight or padded planes, packed input and gradient of the output, partial sums that are not
-// where the input's gradient will be, and the unrolled bias's. TF32 is packed in two forms, one after the other at the
-// same place.
+// where the input's gradient will be (or half of them, `far`), and the unrolled bias's. TF32 is packed in two forms,
+// one after the other at the same place.
 struct Workspace {
-  int64_t own = 0, input = 0, grad = 0, packed = 0, sums = 0, bias = 0;
+  int64_t own = 0, input = 0, grad = 0, packed = 0, sums = 0, far = 0, bias = 0;
   bool two_forms = false, lends = false;  // lends: the input's gradient has room for sums
 
   explicit Workspace(const AllGradients& a) {
@@ -39,15 +39,16 @@ struct Workspace {
     packed = two_forms ? std::max(own + grad, input + gemm_weight_grad_bytes(p, a.grad_output)) : own + input + grad;
     packed = round_up(packed, int64_t{1024});
     sums = gemm_weight_sums_bytes(p, a.plan.weight);
-    lends = !a.plan.together && sums <= a.problem.in_elements() * a.problem.element_size();
+    if (a.plan.halved) far = gemm_weight_far_sums_bytes(p, a.plan.weight);
+    lends = !a.plan.together && sums - far <= a.problem.in_elements() * a.problem.element_size();
     bias = a.unrolled() && a.problem.has_bias ? gemm_unrolled_bias_bytes(a.problem) : 0;
   }
-  int64_t bytes() const { return packed + (lends ? 0 : sums) + bias; }
+  int64_t bytes() const { return packed + (lends ? far : sums) + bias; }
 };
 
 struct Places {
   char *own, *input, *grad;  // packed; null: read as it lies. `own`: the weight, or padded planes
-  void* sums;
+  void *sums, *far_sums;
   float* bias;
 
   Places(const AllGradients& a, const Workspace& of) {
@@ -56,7 +57,8 @@ struct Places {
     input = of.input > 0 ? base + of.own : nullptr;
     grad = of.grad > 0 ? base + of.own + (of.two_forms ? 0 : of.input) : nullptr;
     sums = of.lends ? a.grad_input : base + of.packed;
-    bias = reinterpret_cast<float*>(base + of.packed + (of.lends ? 0 : of.sums));
+    far_sums = of.lends && of.far > 0 ? base + of.packed : nullptr;
+    bias = reinterpret_cast<float*>(base + of.packed + (of.lends ? of.far : of.sums));
   }
 };
 
@@ -85,7 +87,7 @@ cudaError_t make_weight(const AllGradients& a, const Places& at, GemmWeightPhase
   const bool unrolled = a.unrolled();
   const cudaError_t error = launch_packed_gemm_weight_gradient(
       a.problem, a.plan, a.grad_output, or_itself(at.grad, a.grad_output), a.input, a.grad_weight,
-      unrolled ? nullptr : a.grad_bias, {at.sums, at.input, nullptr}, phase, stream);
+      unrolled ? nullptr : a.grad_bias, {at.sums, at.input, nullptr, at.far_sums}, phase, stream);
   if (error != cudaSuccess || !unrolled || a.grad_bias == nullptr || phase == GemmWeightPhase::kSums) return error;
   return launch_gemm_unrolled_bias(a.problem, a.grad_output, at.bias, a.grad_bias, stream);
 }

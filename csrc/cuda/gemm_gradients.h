@@ -40,8 +40,11 @@ cudaError_t launch_window_weight_gradient(const Problem& problem, const Gradient
 // Where the weight's gradient has partial sums, and what it packs itself.
 struct GemmWeightPlaces {
   void *sums, *input, *grad;
+  void* far_sums = nullptr;  // of the second half of all rows, and of the bias: apart, if there is such a place
 };
 int64_t gemm_weight_sums_bytes(const Problem& problem, const GemmWeightTile& tile);
+// Of them, those that may be apart (GemmGradientsPlan::halved).
+int64_t gemm_weight_far_sums_bytes(const Problem& problem, const GemmWeightTile& tile);
 // 0: it is read as it lies.
 int64_t gemm_weight_input_bytes(const Problem& problem, const GemmWeightTile& tile, const void* input);
 int64_t gemm_weight_grad_bytes(const Problem& problem, const void* grad_output);

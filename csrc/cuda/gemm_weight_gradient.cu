@@ -3,6 +3,7 @@
 #include "gemm_weight_gradient.cuh"
 
 #include <algorithm>
+#include <limits>
 
 #include "dispatch.h"
 #include "gemm_gradients.h"
@@ -69,7 +70,7 @@ cudaError_t launch_pack(const Packs& packs, cudaStream_t stream) {
 }
 
 // `direct`: inputs are read as they lie.
-GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bool direct, float* partial) {
+GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bool direct) {
   GemmWeightParams p{};
   int pitch = 1;
   p.row_bytes = kGemmWeightShapes[t.shape].width * 2;
@@ -119,9 +120,24 @@ GemmWeightParams make_params(const Problem& problem, const GemmWeightTile& t, bo
   p.staged = gemm_weight_apart_bytes(problem, t) > 0 ? p.stages * t.stage_bytes : 0;
   p.weight_pitch = static_cast<int>(gemm_weight_pitch(problem));
   p.part = problem.in_channels * p.weight_pitch * p.taps;
-  p.partial = partial;
   p.channels_last = problem.weight_layout == Layout::kChannelsLast;
   return p;
+}
+
+// Those of the bias come first, at the place of those that are further if there is one.
+void place_parts(const Problem& problem, const GemmWeightTile& t, const GemmWeightPlaces& places, bool sums_bias,
+                 GemmWeightParams& p) {
+  char *const near = static_cast<char*>(places.sums), *const far = static_cast<char*>(places.far_sums);
+  if (sums_bias) p.bias_partial = reinterpret_cast<float*>(far != nullptr ? far : near);
+  p.step = p.part, p.far_row = std::numeric_limits<int>::max();
+  if (far == nullptr) {
+    if (near != nullptr) p.partial = reinterpret_cast<float*>(near + bias_bytes(problem, t));
+    return;
+  }
+  p.partial = reinterpret_cast<float*>(near);
+  p.step = p.part / 2, p.far_row = static_cast<int>(problem.in_channels / 2);
+  const intptr_t apart = reinterpret_cast<intptr_t>(far) + bias_bytes(problem, t) - reinterpret_cast<intptr_t>(near);
+  p.further = apart / static_cast<intptr_t>(sizeof(float)) - p.part / 2;
 }
 
 template <typename T, int kPlanes, int kShape = 0>
@@ -189,7 +205,8 @@ cudaError_t launch_reduction(const Problem& problem, const Problem& products, co
   r.group_in = p.group_in, r.group_out = p.group_out, r.weight_pitch = p.weight_pitch;
   r.all_rows = static_cast<int>(problem.in_channels);
   r.splits = p.splits, r.shares = 1, r.taps = fast_divide(p.taps);
-  r.part = p.part, r.partial = p.partial, r.output = output;
+  r.part = p.part, r.step = p.step, r.far_row = p.far_row, r.further = p.further;
+  r.partial = p.partial, r.output = output;
   r.bias_partial = p.bias_partial, r.bias = bias;
   r.out_channels = static_cast<int>(problem.out_channels), r.width = p.row_bytes / 2;
   r.groups = static_cast<int>(problem.groups);
@@ -254,9 +271,8 @@ cudaError_t launch_sums(const WeightCall& c, void* grad_bias, cudaStream_t strea
   const bool sums = c.phase != GemmWeightPhase::kRest;
   cudaError_t error = c.packed != nullptr || !sums ? cudaSuccess : launch_pack<T>(packs, stream);
   if (error != cudaSuccess) return error;
-  char* const place = static_cast<char*>(c.places.sums);
-  float* const partial = place == nullptr ? nullptr : reinterpret_cast<float*>(place + bias_bytes(problem, t));
-  GemmWeightParams p = make_params(problem, t, packs.direct, partial);
+  GemmWeightParams p = make_params(problem, t, packs.direct);
+  place_parts(problem, t, c.places, grad_bias != nullptr, p);
   p.definition = make_definition(c.problem, c.grad_output, c.input);
   if (c.plan.form == GemmGradientsForm::kUnrolled) {
     p.definition.unrolled_taps = static_cast<int>(c.problem.kernel_positions());
@@ -267,7 +283,6 @@ cudaError_t launch_sums(const WeightCall& c, void* grad_bias, cudaStream_t strea
   p.eights = p.channels_last && p.group_out % 8 == 0 && reinterpret_cast<uintptr_t>(c.grad_weight) % 16 == 0;
   if (gemm_weight_finishes(problem, t)) p.output = c.grad_weight;
   p.boxes_out = p.output != nullptr && sizeof(T) == 2 && p.eights && !t.clustered;
-  if (grad_bias != nullptr) p.bias_partial = reinterpret_cast<float*>(place);
   p.bias_blocks = gemm_weight_bias_blocks(t);
   if (sums) error = launch_products<T>(c, packs, p, stream);
   const bool rest = c.phase != GemmWeightPhase::kSums && (p.output == nullptr || grad_bias != nullptr);
@@ -291,6 +306,9 @@ cudaError_t launch_call(const WeightCall& c, cudaStream_t stream) {
 int64_t gemm_weight_sums_bytes(const Problem& problem, const GemmWeightTile& t) {
   const int64_t part = problem.in_channels * gemm_weight_pitch(problem) * problem.kernel_positions() * 4;
   return bias_bytes(problem, t) + (gemm_weight_finishes(problem, t) ? 0 : round_up(t.splits * part, int64_t{512}));
+}
+int64_t gemm_weight_far_sums_bytes(const Problem& problem, const GemmWeightTile& t) {
+  return gemm_weight_sums_bytes(problem, t) - gemm_weight_near_bytes(problem, t);
 }
 int64_t gemm_weight_input_bytes(const Problem& problem, const GemmWeightTile& t, const void* input) {
   const bool direct = t.direct && reinterpret_cast<uintptr_t>(input) % 16 == 0;

@@ -101,8 +101,10 @@ __device__ __forceinline__ void store_partial(const GemmWeightParams& p, const G
     int rest = number;
     const int channel_block = p.by_taps(rest), tap = numbers[first_slot + i];
     const int column = channel_block * kColumnTiles * 8 + lane % 4 * 2;
-    float* const to = p.partial + share.split * p.part +
-                      ((static_cast<int64_t>(share.group) * p.group_in + row) * p.taps + tap) * p.weight_pitch + column;
+    // Halves that are apart are whole tiles of 16 rows.
+    const int all_rows = share.group * p.group_in + row;
+    float* const to = p.partial + share.split * p.step + (all_rows >= p.far_row ? p.further : 0) +
+                      (static_cast<int64_t>(all_rows) * p.taps + tap) * p.weight_pitch + column;
     const int64_t further = int64_t{8} * p.taps * p.weight_pitch;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {

@@ -44,9 +44,12 @@ struct GemmWeightParams {
   int step_at[4];          // of every 16 positions: where their outputs begin, in 16 bytes
   int boxes, box_bytes, box_copied, inputs_bytes;
   int stage_bytes, stages;
-  int weight_pitch;  // of partial sums: channels
-  int64_t part;      // of a split, in elements
-  float* partial;
+  int weight_pitch;           // of partial sums: channels
+  int64_t part;               // of a split, in elements
+  float* partial;             // of the first split
+  int64_t step;               // from a split to the next one: `part`, or half of it where halves of all rows are apart:
+  int far_row;                // rows from this one on are
+  int64_t further;            // as many elements further
   void* output;               // the weight's gradient, if blocks finish their sums themselves; else null
   bool clustered;             // the splits of a kind are a cluster, which finishes them
   bool channels_last, pairs;  // of the weight, as GemmWeightReduction has them
@@ -67,9 +70,10 @@ struct GemmWeightReduction {
   int all_rows;
   FastDivide channel_blocks, vectors, taps;  // vectors: of four channels, of a block
   int splits, shares;
-  bool channels_last;  // of the weight
-  bool pairs;          // every two neighbours of a row stand aligned
-  int64_t part;
+  bool channels_last;           // of the weight
+  bool pairs;                   // every two neighbours of a row stand aligned
+  int64_t part, step, further;  // as GemmWeightParams have them
+  int far_row;
   const float* partial;
   const float* bias_partial;
   int bias_blocks;                                     // of the grid, the first ones: they reduce the bias

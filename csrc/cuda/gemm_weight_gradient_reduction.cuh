@@ -136,7 +136,10 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
       const bool exists = unit < count && first + vector * 4 < p.weight_pitch;
       place[i] = exists ? (row * p.channels + vector) * pitch + tap : -1;
       from[i] = p.partial;
-      if (exists) from[i] += (static_cast<int64_t>(first_row + row) * taps + tap) * p.weight_pitch + first + vector * 4;
+      if (exists) {
+        from[i] += (static_cast<int64_t>(first_row + row) * taps + tap) * p.weight_pitch + first + vector * 4;
+        if (first_row + row >= p.far_row) from[i] += p.further;
+      }
       sum[i] = make_float4(0, 0, 0, 0);
     }
 #pragma unroll 4
@@ -144,7 +147,7 @@ __global__ void __launch_bounds__(kGemmWeightReduceThreads)
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
         if (place[i] < 0) continue;
-        const float4 part = __ldcg(reinterpret_cast<const float4*>(from[i] + split * p.part));
+        const float4 part = __ldcg(reinterpret_cast<const float4*>(from[i] + split * p.step));
         sum[i].x += part.x, sum[i].y += part.y, sum[i].z += part.z, sum[i].w += part.w;
       }
     }
