@@ -101,7 +101,11 @@ inline double cudnn_gradients_cost(const Problem& p) {
   const double slow =
       (p.axis[0].is_trivial() ? 1 : 1 + rate.volume * (taps - 1) / 7) * (p.groups > 1 ? 1 + rate.grouped : 1);
   const double operations = p.element_size() == 2 ? 780e12 : p.allow_tf32 ? 407e12 : 55e12;
-  const double rest = rate.products * slow * idle * ms(2 * p.macs(), operations) +
+  // In channels_last it has faster kernels for as many taps along all axes.
+  bool even = true;
+  for (int i = 0; i < 2; ++i) even = even && (p.axis[i].is_trivial() || p.axis[i].kernel == p.axis[2].kernel);
+  const double uneven = last && vectors && size == 2 && !even ? 1.2 : 1;
+  const double rest = uneven * rate.products * slow * idle * ms(2 * p.macs(), operations) +
                       ms(size * (rate.inputs * double(p.in_elements()) + rate.outputs * double(p.out_elements()) +
                                  rate.weights * double(p.weight_elements())),
                          4.3e12);

@@ -286,8 +286,9 @@ std::vector<Candidate> list_candidates(Operation operation, const Problem& probl
   return candidates;
 }
 
-// Whether a family's gradients share work, where it makes both.
-bool shares(CandidateId id) {
+// Whether a family's gradients share work, where it makes both. Matrix products share what they pack.
+bool shares(CandidateId id, Layout layout) {
+  if (id == CandidateId::kGradientGemm && layout == Layout::kChannelsLast) return false;
   for (const Row& row : kTable) {
     if (row.id == id && row.shares) return true;
   }
@@ -296,9 +297,10 @@ bool shares(CandidateId id) {
 
 // The index of the candidate for one gradient in the cheapest pair of candidates for both, since training wants both:
 // one whose work is shared takes longer beside another family.
-int cheapest_beside(const std::vector<Candidate>& candidates, const std::vector<Candidate>& others) {
+int cheapest_beside(const std::vector<Candidate>& candidates, const std::vector<Candidate>& others, Layout layout) {
   constexpr double kAlone = 1.2;
-  const auto alone = [&](const Candidate& c) { return c.cost_ms * (shares(c.id) ? kAlone : 1); };
+  constexpr double kGain = 0.985;  // a tie goes to PyTorch's: no estimate is better than that
+  const auto alone = [&](const Candidate& c) { return c.cost_ms * (shares(c.id, layout) ? kAlone : 1); };
   double least_other = std::numeric_limits<double>::infinity(), least = least_other;
   for (const Candidate& other : others) {
     if (other.refusal.empty()) least_other = std::min(least_other, alone(other));
@@ -309,7 +311,8 @@ int cheapest_beside(const std::vector<Candidate>& candidates, const std::vector<
     if (!c.refusal.empty()) continue;
     double both = alone(c) + least_other;
     for (const Candidate& other : others) {
-      if (other.refusal.empty() && other.id == c.id && shares(c.id)) both = std::min(both, c.cost_ms + other.cost_ms);
+      if (!other.refusal.empty() || other.id != c.id || !shares(c.id, layout)) continue;
+      both = std::min(both, (c.cost_ms + other.cost_ms) * (c.id == CandidateId::kAten ? kGain : 1));
     }
     if (both < least) least = both, choice = i;
   }
@@ -336,7 +339,7 @@ Plan make_plan(Operation operation, const Problem& problem, const DeviceInfo& de
   if (device.cuda && (bit(operation) & kBothGradients) != 0) {
     const bool of_input = operation == Operation::kInputGradient;
     const Operation other = of_input ? Operation::kWeightGradient : Operation::kInputGradient;
-    plan.choice = cheapest_beside(plan.candidates, list_candidates(other, problem, device));
+    plan.choice = cheapest_beside(plan.candidates, list_candidates(other, problem, device), problem.layout);
     return plan;
   }
   for (int i = 0; i < int(plan.candidates.size()); ++i) {
