@@ -70,7 +70,11 @@ inline bool gemm_gradients_may_merge(const Problem& p) {
 }
 
 constexpr double kGradientGemmClocksMs = 1.7e6;
-constexpr double kGemmGradientsBegin = 0.006;  // milliseconds before anything is multiplied, and between products
+
+// Milliseconds before anything is multiplied, and between products; packing has its own.
+inline double gemm_gradients_begin_ms(const Problem& p) {
+  return p.layout == Layout::kChannelsLast ? 0.006 : 0;
+}
 
 // Milliseconds of the input's gradient, and of the weight's. Sums for the bias slow the latter down.
 inline double gemm_gradients_input_ms(const Problem& products, const GradientGemmTile& t) {
@@ -178,7 +182,7 @@ inline double gemm_gradients_input_cost_ms(const Problem& p) {
   if (p.element_size() == 4 || !gemm_weight_gradient_refusal(p).empty()) return gradient_gemm_cost_ms(p);
   const GemmGradientsPlan& plan = last_result<gemm_gradients_plan>(p);
   const double input = gemm_gradients_input_ms(plan.products, plan.input), all = gemm_gradients_in_turn(plan);
-  return (plan.cost_ms + kGemmGradientsBegin) * input / all;
+  return (plan.cost_ms + gemm_gradients_begin_ms(p)) * input / all;
 }
 inline double gemm_gradients_weight_cost_ms(const Problem& p) {
   if (p.element_size() == 4 || !gradient_gemm_refusal(p).empty()) return gemm_weight_gradient_cost_ms(p);
@@ -187,7 +191,7 @@ inline double gemm_gradients_weight_cost_ms(const Problem& p) {
   const bool sums_bias = plan.form == GemmGradientsForm::kUnrolled || plan.by_windows() ||
                          gemm_weight_sums_bias(plan.products, plan.weight);
   const double bias = p.has_bias && !sums_bias ? 0.012 + double(p.element_size() * p.out_elements()) / 3e9 : 0;
-  return (plan.cost_ms + kGemmGradientsBegin) * weight / all + bias;
+  return (plan.cost_ms + gemm_gradients_begin_ms(p)) * weight / all + bias;
 }
 
 }  // namespace fastconvt
