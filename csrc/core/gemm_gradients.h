@@ -72,9 +72,7 @@ inline bool gemm_gradients_may_merge(const Problem& p) {
 constexpr double kGradientGemmClocksMs = 1.7e6;
 
 // Milliseconds before anything is multiplied, and between products; packing has its own.
-inline double gemm_gradients_begin_ms(const Problem& p) {
-  return p.layout == Layout::kChannelsLast ? 0.006 : 0;
-}
+inline double gemm_gradients_begin_ms(const Problem& p) { return p.layout == Layout::kChannelsLast ? 0.006 : 0; }
 
 // Milliseconds of the input's gradient, and of the weight's. Sums for the bias slow the latter down.
 inline double gemm_gradients_input_ms(const Problem& products, const GradientGemmTile& t) {
