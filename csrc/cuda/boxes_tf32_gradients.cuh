@@ -127,7 +127,7 @@ __device__ __forceinline__ void add_bias(const BoxesTf32Params& p, int block) {
   }
   if (p.uncounted) sum += uncounted_outputs(p, channel, lane);
   for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
-  if (lane == 0) p.grad_bias[channel] = is_finite(sum) ? sum : boxes_bias_gradient_at(p, channel);
+  if (lane == 0) p.grad_bias[channel] = is_finite(sum) ? sum : tf32_bias_gradient_at(p, channel);
 }
 
 // Adds the parts of the gradients in fixed order: those of the weight, of the input, of the bias.

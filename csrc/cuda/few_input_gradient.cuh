@@ -57,18 +57,6 @@ __device__ __noinline__ float few_input_by_definition(const FewInputParams& p, c
   return static_cast<float>(sum);
 }
 
-// 4 or 16 bytes, or zeros.
-template <int kBytes>
-__device__ __forceinline__ void copy_or_zero(uint32_t target, const float* source, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const int bytes = exists ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-  }
-#endif
-}
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies_but() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -19,11 +19,7 @@ constexpr int kFewWeightStageFloats = kFewWeightRowFloats + kFewWeightPositions 
 // Elements side by side, zeros where nothing is.
 template <int kCount>
 __device__ __forceinline__ void gather(uint32_t target, const float* base, int offset, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(base + (exists ? offset : 0)),
-               "n"(kCount * 4), "r"(exists ? kCount * 4 : 0)
-               : "memory");
-#endif
+  copy_or_zero<kCount * 4>(target, base + (exists ? offset : 0), exists);
 }
 
 // Of a position, or of a tap: where its outputs begin, along the axes and in elements.

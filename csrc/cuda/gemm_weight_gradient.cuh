@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kGemmWeightThreads, 1)
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.left(number % 2));
     }
-    if (p.boxes_out && threadIdx.x % 128 == 0) wait_for_boxes();
+    if (p.boxes_out && threadIdx.x % 128 == 0) wait_for_bulk_reads();
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGemmWeightCopierRegisters));
     if (threadIdx.x < kGemmWeightMultipliers + 32) {

@@ -246,7 +246,7 @@ __device__ __forceinline__ void finish_boxes(const GemmWeightParams& p, const CU
     if (p.bias_partial != nullptr) wait_for_stages<32 * kGemmWeightBiasWarps>();
     meet_multipliers(false);
   } else {
-    if (thread == 0) wait_for_boxes();
+    if (thread == 0) wait_for_bulk_reads();
     meet_warpgroup(warpgroup, false);
   }
   uint32_t probe[4] = {};
@@ -279,7 +279,7 @@ __device__ __forceinline__ void finish_boxes(const GemmWeightParams& p, const CU
     const int channel = (first + i) / p.taps * (kColumnTiles * 8);
     store_box(map, boxes + i * kBox, channel, numbers[first_slot + i], first_row, share.group);
   }
-  commit_boxes();
+  commit_bulk();
 }
 
 }  // namespace fastconvt::cuda

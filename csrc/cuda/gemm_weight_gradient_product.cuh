@@ -4,7 +4,10 @@
 #include <cuda.h>
 
 #include "device/barrier.cuh"
+#include "device/bulk.cuh"
 #include "device/numeric.cuh"
+#include "device/store_matrices.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "gemm_weight_gradient_params.h"
 
@@ -122,36 +125,6 @@ __device__ __forceinline__ void probe_pair(uint32_t& probe, uint32_t pair) {
   }
 #endif
 }
-// Four 8 x 8 matrices, as load_four().
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&a)[4]) {
-#ifdef FASTCONVT_GEMM_WEIGHT
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a[0]), "r"(a[1]),
-               "r"(a[2]), "r"(a[3])
-               : "memory");
-#endif
-}
-// From shared memory; what lies outside of the tensor is not stored.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, int channel, int tap, int row,
-                                          int group) {
-#ifdef FASTCONVT_GEMM_WEIGHT
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
-               "r"(channel), "r"(tap), "r"(row), "r"(group), "r"(source)
-               : "memory");
-#endif
-}
-
-__device__ __forceinline__ void commit_boxes() {
-#ifdef FASTCONVT_GEMM_WEIGHT
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-#endif
-}
-// Until shared memory has been read.
-__device__ __forceinline__ void wait_for_boxes() {
-#ifdef FASTCONVT_GEMM_WEIGHT
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void store_four(uint32_t address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");

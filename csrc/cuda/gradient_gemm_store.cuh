@@ -2,6 +2,8 @@
 // a time, in lines as memory has them: a position's channels, or a channel's positions.
 #pragma once
 
+#include "device/bulk.cuh"
+#include "device/tensor_copy.cuh"
 #include "gradient_gemm_params.h"
 #include "gradient_gemm_product.cuh"
 
@@ -108,17 +110,6 @@ __device__ __forceinline__ bool meet_warpgroup(int warpgroup, bool says) {
   return result != 0;
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-}
-
 __device__ __forceinline__ void store_shared(uint32_t address, const float (&x)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
                : "memory");
@@ -175,8 +166,8 @@ __device__ __forceinline__ void stage_sums(const GradientGemmParams& p, uint32_t
 #pragma unroll
     for (int j = 0; j < kStaged; j += 2) {
       const float (&x)[4] = d[part * kStaged + j], (&y)[4] = d[part * kStaged + j + 1];
-      const uint32_t packed[4] = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3]), pack_pair<T>(y[0], y[1]),
-                                  pack_pair<T>(y[2], y[3])};
+      const uint32_t packed[4] = {round_pair<T>(x[0], x[1]), round_pair<T>(x[2], x[3]), round_pair<T>(y[0], y[1]),
+                                  round_pair<T>(y[2], y[3])};
       const int place = kContiguous ? staged_place<T, true>(p, j * 8 + tile + lane % 8, at)
                                     : staged_place<T, false>(p, j * 8 + tile, at + lane % 8);
       store_matrices<kContiguous>(staging + place, packed);
@@ -271,23 +262,6 @@ __device__ __forceinline__ void stage_part(const GradientGemmParams& p, const Gr
     stage_sums<T, kContiguous, kParts>(p, staged.staging, sum[i], i * 64, part);
   }
   finish_staging<T, kContiguous>(p, item, staged, warpgroup, probe);
-}
-
-// A run of whole vectors, from shared memory.
-__device__ __forceinline__ void store_run(void* target, uint32_t source, int bytes) {
-#ifdef FASTCONVT_GRADIENT_GEMM
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
-               : "memory");
-#endif
-}
-
-// A box of neighbouring positions by channels, from shared memory; what lies outside the tensor is left out.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, int at0, int at1, int at2, int at3) {
-#ifdef FASTCONVT_GRADIENT_GEMM
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
-               "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(source)
-               : "memory");
-#endif
 }
 
 // Stores what a warpgroup has staged, by tensor copies. One thread.

@@ -44,8 +44,8 @@ __device__ __forceinline__ void give_registers() {
 // Outputs of a unit's positions at channels from `channel` on.
 __device__ __forceinline__ void load_pairs_unit(const PairsGradientParams& p, uint32_t target, const CUtensorMap* map,
                                                 const PairsUnit& u, int channel, uint32_t barrier) {
-  load_pairs_box(target, map, u.x * 2 - p.margin, u.y * p.step[0] - p.padding[0], u.z * p.step[1] - p.padding[1],
-                 channel, u.n, barrier);
+  load_box(target, map, u.x * 2 - p.margin, u.y * p.step[0] - p.padding[0], u.z * p.step[1] - p.padding[1], channel,
+           u.n, barrier);
 }
 
 // Operands in registers are ready before products begin: none is made between them.

@@ -2,36 +2,12 @@
 // shared memory (compute capability 9.0a; empty elsewhere).
 #pragma once
 
-#include <cuda.h>
-
 #include "device/barrier.cuh"
 #include "device/numeric.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 
 namespace fastconvt::cuda {
-
-// A box of a tensor (batch, channels, depth, height, width).
-__device__ __forceinline__ void load_pairs_box(uint32_t target, const CUtensorMap* map, int x, int y, int z,
-                                               int channel, int n, uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
-      "%6}], [%7];" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(channel), "r"(n), "r"(barrier)
-      : "memory");
-#endif
-}
-// Of the weight's rows.
-__device__ __forceinline__ void load_pairs_weights(uint32_t target, const CUtensorMap* map, int index, int channel,
-                                                   uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(target),
-      "l"(map), "r"(index), "r"(channel), "r"(barrier)
-      : "memory");
-#endif
-}
 
 __device__ __forceinline__ uint32_t load_pair(uint32_t address) {
   uint32_t x;

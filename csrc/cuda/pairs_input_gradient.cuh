@@ -25,7 +25,7 @@ __device__ __forceinline__ void copy_input_gradient_items(const PairsGradientPar
       if (lane < units) {
         load_pairs_unit(p, to + lane * p.unit_bytes, grads, u, c * p.channels_of_box, full);
       } else if (lane == 31) {
-        load_pairs_weights(to + units * p.unit_bytes, weights, c * 64, column * kTiles * 8, full);
+        load_lines(to + units * p.unit_bytes, weights, c * 64, column * kTiles * 8, full);
       }
     }
   }

@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(kPairsReduceThreads)
     }
     for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(~0u, sum, i);
     if (lane > 0) return;
-    p.grad_bias[channel] = is_finite(sum) ? sum : pairs_bias_gradient_at(p, channel);
+    p.grad_bias[channel] = is_finite(sum) ? sum : tf32_bias_gradient_at(p, channel);
     return;
   }
   const int64_t vectors = static_cast<int64_t>(p.in_channels) * p.inner / 4;

@@ -57,13 +57,4 @@ static __device__ __noinline__ float pairs_weight_gradient_at(const PairsTf32Par
   return static_cast<float>(sum);
 }
 
-static __device__ __noinline__ float pairs_bias_gradient_at(const PairsTf32Params& p, int channel) {
-  double sum = 0;
-  for (int64_t n = 0; n < p.batch; ++n) {
-    const float* const grad = p.grad_output + n * p.out.batch + channel * p.out.channel;
-    for (int64_t i = 0; i < p.out.channel; ++i) sum += static_cast<double>(grad[i]);
-  }
-  return static_cast<float>(sum);
-}
-
 }  // namespace fastconvt::cuda

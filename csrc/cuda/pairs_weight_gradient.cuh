@@ -42,8 +42,8 @@ __device__ __forceinline__ void copy_weight_gradient_stages(const PairsGradientP
       // Of whole images, what lies beyond a row's ends meets zeros.
       const bool images = p.lead_mask != 0;
       const int x = images ? (u.z * p.height.divisor + u.y) * p.width + u.x : u.x;
-      load_pairs_box(to + inputs_at, inputs, x, images ? 0 : u.y, images ? 0 : u.z, part.column_block * kTiles * 8, u.n,
-                     full);
+      load_box(to + inputs_at, inputs, x, images ? 0 : u.y, images ? 0 : u.z, part.column_block * kTiles * 8, u.n,
+               full);
     }
   }
 }

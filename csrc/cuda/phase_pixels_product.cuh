@@ -7,6 +7,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
+#include "device/store_matrices.cuh"
 #include "device/wgmma.cuh"
 #include "phase_pixels_params.h"
 
@@ -138,12 +139,4 @@ __device__ __forceinline__ void start_shared_product(float (&d)[kColumnTiles][4]
 #endif
 }
 
-// Four 8 x 8 matrices of 16-bit elements: a lane gives the address of a row.
-__device__ __forceinline__ void store_four(uint32_t address, const uint32_t (&r)[4]) {
-#ifdef FASTCONVT_PHASE_PIXELS
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
-#endif
-}
 }  // namespace fastconvt::cuda

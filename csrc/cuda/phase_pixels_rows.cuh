@@ -66,7 +66,7 @@ __device__ __forceinline__ bool stage_rows(const PhasePixelsParams& p, const flo
           const Pack<T, 2> pair{{epilogue(low, term[k].x), epilogue(high, term[k].y)}};
           r[k * 2 + half] = *reinterpret_cast<const uint32_t*>(&pair);
         }
-      store_four(to + i * 16 * p.staging_pitch, r);
+      store_matrices(to + i * 16 * p.staging_pitch, r);
     }
     to += 32;
   }

@@ -5,6 +5,7 @@
 
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
+#include "device/store_matrices.cuh"
 #include "shuffle_gemm_params.h"
 
 namespace fastconvt::cuda {
@@ -29,14 +30,6 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
-}
-// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
-#endif
 }
 
 // Two outputs: of sums and what bias adds to them. A floor would hide negative infinity from repair_tile(); a slope of

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include "device/copy_groups.cuh"
 #include "device/dependent_launch.cuh"
 #include "shuffle_planes_pack.cuh"
 #include "shuffle_planes_product.cuh"
@@ -51,20 +52,6 @@ __device__ __forceinline__ void copy_weights(const ShufflePlanesParams& p, uint3
 #endif
 }
 
-// Zeros if the source does not exist.
-template <int kBytes>
-__device__ __forceinline__ void copy_piece(uint32_t to, const void* from, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  const int bytes = exists ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes)
-                 : "memory");
-  }
-#endif
-}
-
 // 64 channels of a tile's inputs, `channels` of which exist, to blocks of 8 by 8: a warp copies neighbouring pieces of
 // a channel.
 template <int kBytes>
@@ -77,7 +64,7 @@ __device__ __forceinline__ void copy_chunk(const ShufflePlanesParams& p, uint32_
     const unsigned char* source = from + thread / 32 * channel_bytes + byte;
 #pragma unroll 11
     for (int channel = thread / 32; channel < 64; channel += kWarps) {
-      copy_piece<kBytes>(target, source, channel < channels);
+      copy_or_zero<kBytes>(target, source, channel < channels);
       target += kWarps * 16, source += kWarps * channel_bytes;
     }
   }

@@ -3,29 +3,20 @@
 #pragma once
 
 #include "device/shared_address.cuh"
+#include "device/tensor_copy.cuh"
 #include "gradient_gemm_product.cuh"
 
 namespace fastconvt::cuda {
 
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int channel,
-                                         int n, uint32_t barrier) {
-#ifdef FASTCONVT_GRADIENT_GEMM
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
-      "%6}], [%7];" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(channel), "r"(n), "r"(barrier)
-      : "memory");
-#endif
-}
-__device__ __forceinline__ void load_lines(uint32_t target, const CUtensorMap* map, int term, int channel,
-                                           uint32_t barrier) {
-#ifdef FASTCONVT_GRADIENT_GEMM
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(target),
-      "l"(map), "r"(term), "r"(channel), "r"(barrier)
-      : "memory");
-#endif
+// The bias's gradient by the definition, in float64.
+template <typename Params>
+static __device__ __noinline__ float tf32_bias_gradient_at(const Params& p, int channel) {
+  double sum = 0;
+  for (int64_t n = 0; n < p.batch; ++n) {
+    const float* const grad = p.grad_output + n * p.out.batch + channel * p.out.channel;
+    for (int64_t i = 0; i < p.out.channel; ++i) sum += static_cast<double>(grad[i]);
+  }
+  return static_cast<float>(sum);
 }
 
 // Stores without a branch, which the compiler makes of an if.
