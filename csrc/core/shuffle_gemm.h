@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 #include <string>
 
 #include "problem.h"
@@ -20,12 +19,27 @@ inline constexpr int kShuffleGemmChunk = 64;  // input channels of a stage, and 
 inline constexpr int kShuffleGemmColumns[] = {256, 128, 64};
 inline constexpr int kShuffleGemmMaxStages = 24;
 inline constexpr int64_t kShuffleGemmShared = 227 * 1024;
-inline constexpr int kShuffleGemmStaging = 8192;  // bytes of a warpgroup's outputs on their way to memory
+inline constexpr int kShuffleGemmStaging = 8192;  // bytes of a buffer of a warpgroup's outputs on their way to memory
 inline constexpr int kShuffleGemmBlocks = 132;    // that run at once on an H200
+inline constexpr int kShuffleGemmFewChannels = 16, kShuffleGemmFewColumns = 80;  // at most, in a warp's registers
+inline constexpr int kShuffleGemmFewWarps = 12, kShuffleGemmFewStages = 6;       // of a block, of a warp
+// Shared memory of a warp: outputs of 32 positions, and inputs; of a block: bias and weights.
+inline constexpr int kShuffleGemmFewShared =
+    kShuffleGemmFewColumns * 64 + kShuffleGemmFewStages * kShuffleGemmFewChannels * 128;
+inline constexpr int kShuffleGemmFewTables = kShuffleGemmFewColumns * (4 + 2 * kShuffleGemmFewChannels);
 
 // How outputs leave shared memory: threads store vectors; tensor copies of boxes; bulk copies of all that is side by
 // side of a line of positions. Copies cost a block's warpgroups less, but have the fewer registers of four of them.
-enum class ShuffleGemmStore { kVectors, kBoxes, kRuns };
+// kFew: of few channels and columns, warps multiply and store on their own.
+enum class ShuffleGemmStore { kVectors, kBoxes, kRuns, kFew };
+
+// A tile that tensor copies store, channels_last: positions of some lines of inputs, up to 64. Lines are all, or where
+// kernels are deep a slice's; what of a tile lies past their ends is not stored.
+struct ShuffleGemmBox {
+  int width, height;
+  int64_t lines, across, down, slices;  // tiles: along a line, across lines of a slice
+  int64_t tiles() const { return across * down * slices; }
+};
 
 struct ShuffleGemmTile {
   ShuffleGemmStore store;
@@ -38,7 +52,9 @@ struct ShuffleGemmTile {
   bool packed;     // contiguous inputs that tensor copies cannot read
   int column_blocks;
   int stages, stage_bytes;
-  int64_t tiles, items;  // of positions; some tiles (resident, of all warpgroups) by a column block
+  int buffers;           // of a warpgroup's outputs, 1 or 2
+  ShuffleGemmBox box;    // channels_last, if boxes are stored
+  int64_t tiles, items;  // of positions; a team's tiles by a column block
   // Shared memory in bytes: where each part begins; resident weights come first.
   int ring, staging, terms, offsets, barriers, shared_bytes;
   double cost_ms;
@@ -60,16 +76,26 @@ inline int64_t shuffle_gemm_run(const Problem& p) {
   return p.groups == 1 ? p.axis[2].kernel * p.out_channels : p.out_channels_per_group();
 }
 
-// Positions of a tensor copy of outputs: all of a line of inputs, or a part of it; 0 if tensor copies do not fit.
-inline int shuffle_gemm_box(const Problem& p) {
+// Whether tensor copies can store outputs.
+inline bool shuffle_gemm_can_copy_boxes(const Problem& p) {
+  if (p.layout != Layout::kContiguous) return shuffle_gemm_run(p) % 64 == 0;
   const int64_t width = p.axis[2].in, taps = p.kernel_positions(), kernel = p.axis[2].kernel;
-  if (p.layout != Layout::kContiguous) {
-    const int64_t positions = std::gcd(width, int64_t{64});
-    return positions >= 8 && shuffle_gemm_run(p) % 64 == 0 ? static_cast<int>(positions) : 0;
+  return (kernel == 2 || kernel == 4) && 64 % taps == 0 && width * kernel % 64 == 0 &&
+         (p.groups == 1 || p.out_channels_per_group() * taps % 64 == 0);
+}
+
+// As few tiles as can be.
+inline ShuffleGemmBox find_shuffle_gemm_box(const Problem& p) {
+  const int64_t all = p.batch * p.axis[0].in * p.axis[1].in, width = p.axis[2].in;
+  const int64_t slices = p.axis[0].kernel > 1 ? p.batch * p.axis[0].in : 1, lines = all / slices;
+  ShuffleGemmBox best{};
+  for (int64_t w = std::min<int64_t>(width, 64); w > 0; --w) {
+    const int64_t h = std::min(64 / w, lines);
+    const ShuffleGemmBox box{static_cast<int>(w), static_cast<int>(h), lines,
+                             ceil_div(width, w),  ceil_div(lines, h),  slices};
+    if (best.width == 0 || box.tiles() < best.tiles()) best = box;
   }
-  const bool fits = (kernel == 2 || kernel == 4) && 64 % taps == 0 && width * kernel % 64 == 0 &&
-                    (p.groups == 1 || p.out_channels_per_group() * taps % 64 == 0);
-  return fits ? static_cast<int>(64 / kernel) : 0;
+  return best;
 }
 
 // Whether outputs of a row of taps, or of a run, are whole vectors of 16 bytes.
@@ -84,9 +110,18 @@ inline bool shuffle_gemm_can_store(const Problem& p, const ShuffleGemmTile& t) {
   if (t.warpgroups == 2) return t.columns == 128 || (whole && (!contiguous || taps <= 4));
   if (t.columns != 128 || is_rectifier(p.activation, p.alpha)) return false;
   if (t.store == ShuffleGemmStore::kVectors) return contiguous && taps == 2 && whole;
-  if (t.store == ShuffleGemmStore::kBoxes) return shuffle_gemm_box(p) > 0;
+  if (t.store == ShuffleGemmStore::kBoxes) return shuffle_gemm_can_copy_boxes(p);
   return !contiguous && p.groups == 1 && run <= 64 && run % 2 == 0 && p.axis[2].in * run % 8 == 0 &&
          p.axis[2].in >= 16 && t.resident && t.column_blocks == 1;
+}
+
+// Whether warps can work on their own: they store boxes of 32 positions, or runs.
+inline bool shuffle_gemm_few(const Problem& p) {
+  const int64_t width = p.axis[2].in, run = shuffle_gemm_run(p);
+  if (p.groups > 1 || p.in_channels > kShuffleGemmFewChannels || shuffle_gemm_packs(p)) return false;
+  if (p.out_channels * p.kernel_positions() > kShuffleGemmFewColumns) return false;
+  if (p.layout == Layout::kContiguous) return p.axis[2].kernel == 2 && width % 32 == 0;
+  return run % 2 == 0 && width * run % 8 == 0 && width >= 16;
 }
 
 // Everything that follows from what is chosen, the first five; false if they do not suit the problem.
@@ -98,18 +133,29 @@ inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   t.packed = shuffle_gemm_packs(p);
   t.column_blocks = static_cast<int>(ceil_div(columns, int64_t{t.columns}));
   const int64_t parts = t.column_blocks * p.groups;
+  if (t.store == ShuffleGemmStore::kFew) {
+    t.tiles = shuffle_gemm_tiles(p, t.packed);
+    t.items = ceil_div(t.tiles, int64_t{kShuffleGemmFewWarps});
+    t.shared_bytes = kShuffleGemmFewWarps * (kShuffleGemmFewShared + 8 * kShuffleGemmFewStages) + kShuffleGemmFewTables;
+    return shuffle_gemm_few(p);
+  }
   if (!shuffle_gemm_can_store(p, t)) return false;
   const bool choice = shuffle_gemm_whole(p) && (!contiguous || p.axis[2].kernel <= 4);  // of columns
   if (choice && t.columns > 64 && columns <= t.columns / 2) return false;
   if (t.resident ? parts > kShuffleGemmBlocks || t.sharing == t.warpgroups : t.by_hand) return false;
   const int64_t weights = t.resident ? int64_t{t.chunks} * t.columns * 128 : 0;
   if (weights >= kShuffleGemmShared) return false;
-  // Runs need the outputs of all columns at once.
-  const int staging = t.warpgroups * kShuffleGemmStaging * (t.store == ShuffleGemmStore::kRuns ? 2 : 1);
   const int tables = t.warpgroups * t.columns;
   t.stage_bytes = t.sharing * 8192 + (t.resident ? 0 : t.columns * 128);
-  const int fixed = static_cast<int>(weights) + tables * 6 + staging + 1024;
-  t.stages = static_cast<int>(std::min<int64_t>((kShuffleGemmShared - fixed) / t.stage_bytes, kShuffleGemmMaxStages));
+  // Runs need the outputs of all columns at once; boxes have two buffers where that leaves the inputs of three items.
+  const bool boxes = t.store == ShuffleGemmStore::kBoxes;
+  int staging = 0;
+  for (t.buffers = t.store == ShuffleGemmStore::kVectors ? 1 : 2; t.buffers > 0; --t.buffers) {
+    staging = t.buffers * t.warpgroups * kShuffleGemmStaging;
+    const int64_t left = kShuffleGemmShared - weights - tables * 6 - staging - 1024;
+    t.stages = static_cast<int>(std::min<int64_t>(left / t.stage_bytes, kShuffleGemmMaxStages));
+    if (!boxes || t.buffers == 1 || (t.resident && t.stages >= 3 * t.chunks)) break;
+  }
   if (t.stages < (t.resident ? 4 : 2)) return false;
   t.ring = static_cast<int>(weights);
   t.staging = t.ring + t.stages * t.stage_bytes;
@@ -117,8 +163,9 @@ inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   t.offsets = static_cast<int>(t.terms + tables * 4);
   t.barriers = static_cast<int>(t.offsets + tables * 2);
   t.shared_bytes = t.barriers + 1024;
-  t.tiles = shuffle_gemm_tiles(p, t.packed);
-  t.items = ceil_div(t.tiles, int64_t{t.resident ? t.warpgroups : t.sharing}) * parts;
+  if (boxes && !contiguous) t.box = find_shuffle_gemm_box(p);
+  t.tiles = t.box.width > 0 ? t.box.tiles() : shuffle_gemm_tiles(p, t.packed);
+  t.items = ceil_div(t.tiles, int64_t{t.sharing}) * parts;
   return t.items < int64_t{1} << 31;
 }
 
@@ -129,15 +176,18 @@ inline double shuffle_gemm_longer(double a, double b) {
 }
 
 // Milliseconds on an H200. In clocks of a multiprocessor: what a team multiplies, bound by tensor cores or by its
-// copies, and what it stores, both for an item; teams do it in turns. The first one waits for its copies.
+// copies, and what it stores, both for an item; teams do it in turns. The first one waits for its copies; four
+// warpgroups' first stores are not in each other's way.
 inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
   const int64_t columns = p.out_channels_per_group() * p.kernel_positions(), parts = t.column_blocks * p.groups;
+  if (t.store == ShuffleGemmStore::kFew) {
+    const double made_ms = double(t.tiles) / kShuffleGemmBlocks * 360 / 1.755e6;
+    return shuffle_gemm_longer(0.009 + made_ms, 0.009 + p.bytes() / 3.9e9);
+  }
   const int teams = t.warpgroups / t.sharing;
   const int64_t blocks = t.resident ? kShuffleGemmBlocks / parts * parts : kShuffleGemmBlocks;
-  const int64_t items = t.resident ? ceil_div(t.tiles, int64_t{t.sharing}) * parts : t.items;  // of a team
-  int64_t rounds = ceil_div(t.items, blocks);
-  if (t.resident) rounds = std::min(rounds * teams, ceil_div(items, std::min(blocks, t.items)));
+  const int64_t rounds = ceil_div(t.items, blocks);
   const double inputs = t.sharing * 8192, weights = t.columns * 128;
   const bool boxes = t.store != ShuffleGemmStore::kVectors;
   const double thin = p.in_channels_per_group() <= 16 ? 0.25 : 1;  // of a chunk only the first products
@@ -149,8 +199,9 @@ inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile&
   double store = t.warpgroups == 2 ? 300 + 14.7 * used : boxes ? 1588 + 14.9 * used : 1115 + 17.8 * used;
   if (!boxes && !shuffle_gemm_whole(p)) store *= contiguous ? 1.52 : 1.81;
   const double made = teams == 1 ? products + 0.92 * store : std::max(products, (products + store) / teams);
-  const double item = shuffle_gemm_longer(made, p.bytes() / double(items) / 19.0);
-  const double first = (t.resident ? 410 : 370) + t.chunks * std::max(chunk, (inputs + weights) / 58.7) + store;
+  const double item = shuffle_gemm_longer(made, p.bytes() / double(t.items) / 19.0);
+  const double first = (t.resident ? 410 : 370) + t.chunks * std::max(chunk, (inputs + weights) / 58.7) + store -
+                       (t.warpgroups == 4 ? 1250 : 0);
   const double packing = t.packed ? 0.0037 + 2.0 * double(p.in_elements() * p.element_size()) / 3e9 : 0;
   const double made_ms = 0.006 + (first + double(rounds - 1) * item) / 1.755e6 + packing;
   return shuffle_gemm_longer(made_ms, 0.006 + p.bytes() / 3.92e9);
@@ -159,6 +210,11 @@ inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile&
 inline ShuffleGemmTile find_shuffle_gemm_tile(const Problem& problem) {
   ShuffleGemmTile best{};
   best.cost_ms = 2e9;
+  const auto compare = [&](ShuffleGemmTile& t) {
+    if (!finish_shuffle_gemm_tile(problem, t)) return;
+    t.cost_ms = shuffle_gemm_tile_cost_ms(problem, t);
+    if (t.cost_ms < best.cost_ms) best = t;
+  };
   using Store = ShuffleGemmStore;
   constexpr struct {
     Store store;
@@ -174,12 +230,14 @@ inline ShuffleGemmTile find_shuffle_gemm_tile(const Problem& problem) {
         ShuffleGemmTile t{};
         t.store = kernel.store, t.warpgroups = kernel.warpgroups, t.columns = columns;
         t.resident = source.resident, t.sharing = source.sharing;
-        if (!finish_shuffle_gemm_tile(problem, t)) continue;
-        t.cost_ms = shuffle_gemm_tile_cost_ms(problem, t);
-        if (t.cost_ms < best.cost_ms) best = t;
+        compare(t);
       }
     }
   }
+  ShuffleGemmTile few{};
+  few.store = Store::kFew, few.warpgroups = 2, few.sharing = 1, few.columns = kShuffleGemmFewColumns;
+  few.resident = true;
+  compare(few);
   return best;
 }
 inline ShuffleGemmTile shuffle_gemm_tile(const Problem& p) { return last_result<find_shuffle_gemm_tile>(p); }

@@ -18,24 +18,26 @@ inline constexpr int kShufflePlanesColumns[] = {112, 200, 216};
 inline constexpr int kShufflePlanesMaxSlots = 8, kShufflePlanesMaxStages = 16;
 inline constexpr int kShufflePlanesStage = 8192;  // bytes: weights of 64 rows by 64 input channels
 inline constexpr int64_t kShufflePlanesShared = 227 * 1024;
+inline constexpr int kShufflePlanesNear = 5;  // row tiles before a tile's end its successor's inputs are asked for
+// Warpgroups that multiply, in turns: three if they have the registers, so that two store meanwhile.
+constexpr int shuffle_planes_teams(int columns) { return columns > 200 ? 2 : 3; }
 inline constexpr int kShufflePlanesBlocks = 132;  // that run at once on an H200
 
 struct ShufflePlanesTile {
-  int columns;  // of a tile: of kShufflePlanesColumns
-  int lines;    // of the input, in a tile
-  int tiles;    // of a plane
-  int parts;    // that share a tile's rows
-  int part;     // 64 rows each; even
-  int chunks;   // of 64 input channels
+  int columns;    // of a tile: of kShufflePlanesColumns
+  int lines;      // of the input, in a tile
+  int tiles;      // of a plane
+  int row_tiles;  // of 64 rows each
+  int chunks;     // of 64 input channels
   int slots, stages;
   int pitch;       // bytes from 8 positions of a chunk's inputs to the next 8
   int slot_bytes;  // of a chunk of inputs
   int run_bytes;   // from a staged run to the next one
   bool skews;      // staged runs lie as their targets do modulo 32 bytes
   int copy;        // bytes of a copy of inputs: 16, 8 or 4
-  int64_t items;
+  int64_t items;   // tiles by row tiles
   // Shared memory in bytes: where each part begins; weights come first.
-  int slots_begin, staging, barriers, table, shared_bytes;
+  int slots_begin, staging, barriers, shared_bytes;
   double cost_ms;
 };
 
@@ -45,7 +47,7 @@ inline int64_t shuffle_planes_height(const Problem& p) {
 }
 inline int64_t shuffle_planes_depth(const Problem& p) { return p.axis[0].kernel == 1 ? 1 : p.axis[0].in; }
 
-// Everything that follows from columns and parts; false if they do not suit the problem.
+// Everything that follows from columns; false if they do not suit the problem.
 inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   const int64_t width = p.axis[2].in, height = shuffle_planes_height(p);
   const int64_t taps = p.axis[1].kernel * p.axis[2].kernel;
@@ -53,30 +55,26 @@ inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   t.tiles = static_cast<int>(ceil_div(height, std::min(height, t.columns / width)));
   t.lines = static_cast<int>(ceil_div(height, int64_t{t.tiles}));
   t.tiles = static_cast<int>(ceil_div(height, int64_t{t.lines}));
-  const int64_t places = p.in_positions() | shuffle_planes_height(p) * width | (t.tiles > 1 ? t.lines * width : 0);
-  t.copy = static_cast<int>(std::min<int64_t>(places & -places, 8) * 2);
+  const int64_t starts = p.in_positions() | height * width | (t.tiles > 1 ? t.lines * width : 0);
+  t.copy = static_cast<int>(std::min<int64_t>(starts & -starts, 8) * 2);
   if (t.copy < 4) return false;
-  const int64_t rows = ceil_div(p.out_channels * p.kernel_positions(), int64_t{64});
-  t.part = static_cast<int>(round_up(ceil_div(rows, int64_t{t.parts}), int64_t{2}));
-  if (ceil_div(rows, int64_t{t.part}) != t.parts) return false;
+  t.row_tiles = static_cast<int>(ceil_div(p.out_channels * p.kernel_positions(), int64_t{64}));
   t.chunks = static_cast<int>(ceil_div(p.in_channels, int64_t{64}));
+  t.items = p.batch * shuffle_planes_depth(p) * t.tiles * t.row_tiles;
+  if (t.items >= int64_t{1} << 31) return false;
   t.pitch = 1024 + 16;  // other banks for neighbouring blocks of positions
   t.slot_bytes = t.columns / 8 * t.pitch;
   // Staged runs lie as their targets do modulo 32 bytes, and 32 bytes further modulo 128, for different banks.
   const int64_t run = t.lines * width * taps * 2;
-  t.skews = width * taps % 16 != 0;
+  const int64_t places = p.out_positions() | height * width * taps | (t.tiles > 1 ? t.lines * width * taps : 0);
+  t.skews = places % 16 != 0;
   t.run_bytes = static_cast<int>(round_up(run + (t.skews ? 16 : 0), int64_t{32}));
   while (t.run_bytes % 128 != 32) t.run_bytes += 32;
-  const int staging = static_cast<int>(128 / taps * t.run_bytes);
-  const int64_t left = kShufflePlanesShared - staging - 1856;
-  t.items = p.batch * shuffle_planes_depth(p) * t.tiles * t.parts;
-  // A chunk's slot serves an item's all tiles; further ones take the next item's first, one of them in any case.
-  if (t.slots == 0) {
-    const int64_t room = (left - 8 * kShufflePlanesStage) / t.slot_bytes;
-    t.slots = std::max(t.chunks, static_cast<int>(std::min(room, int64_t{2} * t.chunks)));
-    const int64_t one_more = left - (t.chunks + 1) * t.slot_bytes;
-    if (t.slots == t.chunks && t.items > kShufflePlanesBlocks && one_more >= 4 * kShufflePlanesStage) ++t.slots;
-  }
+  const int staging = static_cast<int>(shuffle_planes_teams(t.columns) * (64 / taps) * t.run_bytes);
+  // A chunk's slot serves all of a tile's rows; further ones take the next tile's first.
+  const int64_t left = kShufflePlanesShared - staging - 640;
+  const int64_t room = (left - 7 * kShufflePlanesStage) / t.slot_bytes;
+  t.slots = std::max(t.chunks, static_cast<int>(std::min(room, int64_t{2} * t.chunks)));
   if (t.slots > kShufflePlanesMaxSlots) return false;
   t.stages = static_cast<int>(
       std::min<int64_t>((left - int64_t{t.slots} * t.slot_bytes) / kShufflePlanesStage, kShufflePlanesMaxStages));
@@ -84,32 +82,33 @@ inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   t.slots_begin = t.stages * kShufflePlanesStage;
   t.staging = static_cast<int>(round_up(t.slots_begin + t.slots * t.slot_bytes, 128));
   t.barriers = t.staging + staging;
-  t.table = t.barriers + 512;
-  t.shared_bytes = t.table + 1216;
+  t.shared_bytes = t.barriers + 512;
   return true;
 }
 
-// Milliseconds on an H200. In clocks of a multiprocessor: what a pair of 64 rows takes, products and then the store of
-// either, which hides the other's products; and an item's inputs, half hidden where they have slots to go to.
+// Milliseconds on an H200. In clocks of a multiprocessor: what 64 rows take, products and the turn, their weights, or,
+// in turns, products and the store, which is the slower the more warpgroups there are; and inputs, at the start and
+// from tile to tile.
 inline double shuffle_planes_tile_cost_ms(const Problem& p, const ShufflePlanesTile& t) {
-  const double rounds = std::ceil(double(t.items) / kShufflePlanesBlocks);
-  const double pair = 1300 + t.columns * (10.5 + 2.2 * t.chunks), inputs = t.chunks * t.columns;
-  const double item = ceil_div(t.part, 2) * pair + inputs * (t.slots > t.chunks ? 11 : 20);
-  const double first = ceil_div(t.part, 2) * pair + inputs * 16;
-  return 0.0055 + std::max((first + (rounds - 1) * item) / 1.72e6, p.bytes() / 3.4e9);
+  const int teams = shuffle_planes_teams(t.columns);
+  const double made = double(ceil_div(t.items, int64_t{kShufflePlanesBlocks}));
+  const double products = 120 + 2.0 * t.columns * t.chunks;
+  const double store = teams == 2 ? 700 + 10.5 * t.columns : 1500 + 14.0 * t.columns;
+  const double rows = std::max({products + 400, 410.0 * t.chunks, (products + store) / teams});
+  const double inputs = t.chunks * t.columns, changes = std::ceil(made / t.row_tiles) - 1;
+  const double clocks = made * rows + inputs * (11 + changes * (t.slots > t.chunks ? 9 : 14)) + store;
+  return 0.0055 + std::max(clocks / 1.72e6, p.bytes() / 3.4e9);
 }
 
 inline ShufflePlanesTile find_shuffle_planes_tile(const Problem& problem) {
   ShufflePlanesTile best{};
   best.cost_ms = 2e9;
   for (const int columns : kShufflePlanesColumns) {
-    for (const int parts : {1, 2, 4, 8}) {
-      ShufflePlanesTile t{};
-      t.columns = columns, t.parts = parts;
-      if (!finish_shuffle_planes_tile(problem, t)) continue;
-      t.cost_ms = shuffle_planes_tile_cost_ms(problem, t);
-      if (t.cost_ms < best.cost_ms) best = t;
-    }
+    ShufflePlanesTile t{};
+    t.columns = columns;
+    if (!finish_shuffle_planes_tile(problem, t)) continue;
+    t.cost_ms = shuffle_planes_tile_cost_ms(problem, t);
+    if (t.cost_ms < best.cost_ms) best = t;
   }
   return best;
 }

@@ -7,6 +7,7 @@
 #include "dispatch.h"
 #include "launchers.h"
 #include "occupancy.h"
+#include "shuffle_gemm_few.cuh"
 #include "shuffle_gemm_pack.cuh"
 #include "tensor_map.h"
 
@@ -52,15 +53,21 @@ ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, 
   p.columns = static_cast<int>(p.group_out * problem.kernel_positions());
   p.channel_columns = fast_divide(contiguous ? static_cast<int>(problem.kernel_positions()) : p.group_out);
   p.resident = t.resident, p.by_hand = t.by_hand, p.whole_weights = p.columns % 64 == 0;
-  p.tiles = static_cast<int>(shuffle_gemm_tiles(problem, packed));
+  p.boxed = t.box.width > 0;
+  p.tiles = static_cast<int>(p.boxed ? t.tiles : shuffle_gemm_tiles(problem, packed));
   p.sharing = t.sharing, p.teams = t.warpgroups / t.sharing;
-  p.item_tiles = t.resident ? t.warpgroups : t.sharing;
-  p.items = ceil_div(p.tiles, p.item_tiles) * t.column_blocks * p.groups.divisor;
+  p.items = ceil_div(p.tiles, p.sharing) * t.column_blocks * p.groups.divisor;
   p.chunks = t.chunks;
   p.stages = t.stages, p.stage_bytes = t.stage_bytes;
-  p.depth = fast_divide(static_cast<int>(problem.axis[0].in));
-  p.box = std::max(1, shuffle_gemm_box(problem));
+  if (contiguous) p.box = 64 / static_cast<int>(problem.axis[2].kernel);
+  if (p.boxed) {
+    const ShuffleGemmBox& box = t.box;
+    p.box_width = fast_divide(box.width), p.box_height = box.height, p.box_positions = box.width * box.height;
+    p.across = fast_divide(static_cast<int>(box.across)), p.down = fast_divide(static_cast<int>(box.down));
+    p.lines = static_cast<int>(box.lines);
+  }
   p.tap_depth = static_cast<int>(problem.axis[0].kernel), p.tap_height = static_cast<int>(problem.axis[1].kernel);
+  p.buffers = t.buffers;
   p.ring = t.ring, p.staging = t.staging, p.terms = t.terms, p.offsets = t.offsets, p.barriers = t.barriers;
   set_store(problem, p);
   p.rectify = rectifier(problem);
@@ -68,16 +75,18 @@ ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, 
   return p;
 }
 
-cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&dims)[4], const cuuint64_t (&pitches)[3],
-                       const cuuint32_t (&box)[4], CUtensorMap& map) {
+template <int kRank>
+cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&dims)[kRank],
+                       const cuuint64_t (&pitches)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMap& map,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type =
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, 4, const_cast<void*>(tensor), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
+  return encode(&map, type, kRank, const_cast<void*>(tensor), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
              ? cudaSuccess
              : cudaErrorNotSupported;
 }
@@ -86,8 +95,9 @@ cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&dims)
 int64_t packed_pitch(const Problem& problem) { return round_up(problem.batch * problem.in_positions(), int64_t{8}); }
 
 // Inputs: contiguous (positions, channels, groups, batch), packed ones without batch; channels_last (channels, groups,
-// positions).
-cudaError_t make_input_map(const Problem& problem, bool packed, const void* input, CUtensorMap& map) {
+// positions), by boxes (channels, groups, positions, lines, slices).
+cudaError_t make_input_map(const Problem& problem, const ShuffleGemmBox& box, bool packed, const void* input,
+                           CUtensorMap& map) {
   const cuuint64_t positions = problem.in_positions(), in = problem.in_channels_per_group(), groups = problem.groups;
   const cuuint64_t batch = problem.batch;
   if (problem.layout == Layout::kContiguous) {
@@ -96,6 +106,12 @@ cudaError_t make_input_map(const Problem& problem, bool packed, const void* inpu
                       {pitch * 2, pitch * in * 2, pitch * in * groups * 2}, {64, 64, 1, 1}, map);
   }
   const cuuint64_t pixel = in * groups * 2;
+  if (box.width > 0) {
+    const cuuint64_t width = problem.axis[2].in, line = pixel * width, lines = box.lines, slices = box.slices;
+    const auto box_width = static_cast<cuuint32_t>(box.width), box_height = static_cast<cuuint32_t>(box.height);
+    return encode_map(problem.dtype, input, {in, groups, width, lines, slices}, {in * 2, pixel, line, line * lines},
+                      {64, 1, box_width, box_height, 1}, map);
+  }
   return encode_map(problem.dtype, input, {in, groups, positions * batch, 1},
                     {in * 2, pixel, pixel * positions * batch}, {64, 1, 64, 1}, map);
 }
@@ -112,32 +128,48 @@ cudaError_t make_weight_map(const Problem& problem, int of_tile, const void* wei
 }
 
 // Outputs: contiguous (row, rows, planes, channels, batch), by 64 elements of all rows of some channels; channels_last
-// (a position's run of all channels, positions, rows of all samples), by 64 channels of positions.
-cudaError_t make_output_map(const Problem& problem, void* output, CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const auto type =
-      problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t width = problem.axis[2].out(), height = problem.axis[1].out(), depth = problem.axis[0].out();
+// (a position's run of all channels, positions, rows of a line, lines, planes), by 64 channels of a tile.
+cudaError_t make_output_map(const Problem& problem, const ShuffleGemmBox& box, void* output, CUtensorMap& map) {
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const cuuint64_t channels = problem.out_channels, batch = problem.batch;
-  cuuint64_t dims[5] = {width, height, depth, channels, batch};
-  cuuint64_t pitches[4] = {width * 2, width * height * 2, width * height * depth * 2,
-                           width * height * depth * channels * 2};
-  const auto taps = static_cast<cuuint32_t>(problem.kernel_positions());
-  cuuint32_t box[5] = {64, static_cast<cuuint32_t>(problem.axis[1].kernel),
-                       static_cast<cuuint32_t>(problem.axis[0].kernel), 64 / taps, 1};
-  if (problem.layout != Layout::kContiguous) {
-    const cuuint64_t run = channels * problem.axis[2].kernel, in = problem.axis[2].in, rows = batch * depth * height;
-    dims[0] = run, dims[1] = in, dims[2] = rows, dims[3] = dims[4] = 1;
-    pitches[0] = run * 2, pitches[1] = run * in * 2, pitches[2] = pitches[3] = run * in * rows * 2;
-    box[1] = static_cast<cuuint32_t>(shuffle_gemm_box(problem)), box[2] = box[3] = 1;
+  const cuuint64_t kernel_height = problem.axis[1].kernel, kernel_depth = problem.axis[0].kernel;
+  if (problem.layout == Layout::kContiguous) {
+    const cuuint64_t width = problem.axis[2].out(), height = problem.axis[1].out(), depth = problem.axis[0].out();
+    const cuuint64_t row = width * 2, plane = row * height, volume = plane * depth;
+    const auto box_height = static_cast<cuuint32_t>(kernel_height), box_depth = static_cast<cuuint32_t>(kernel_depth);
+    const auto box_channels = static_cast<cuuint32_t>(64 / problem.kernel_positions());
+    return encode_map(problem.dtype, output, {width, height, depth, channels, batch},
+                      {row, plane, volume, volume * channels}, {64, box_height, box_depth, box_channels, 1}, map,
+                      kPromotion);
   }
-  return encode(&map, type, 5, output, dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
+  const cuuint64_t run = channels * problem.axis[2].kernel, width = problem.axis[2].in, lines = box.lines;
+  const cuuint64_t row = run * 2 * width, line = row * kernel_height, planes = box.slices * kernel_depth;
+  const auto box_width = static_cast<cuuint32_t>(box.width), box_height = static_cast<cuuint32_t>(box.height);
+  return encode_map(problem.dtype, output, {run, width, kernel_height, lines, planes},
+                    {run * 2, row, line, line * lines}, {64, box_width, 1, box_height, 1}, map, kPromotion);
+}
+
+// Where warps work on their own: inputs of 64 positions, and contiguous outputs of 32, all channels.
+cudaError_t make_few_maps(const Problem& problem, bool packed, const void* input, void* output, CUtensorMap& inputs,
+                          CUtensorMap& outputs) {
+  const cuuint64_t positions = problem.in_positions(), in = problem.in_channels, batch = problem.batch;
+  constexpr cuuint32_t kChannels = kShuffleGemmFewChannels;
+  if (problem.layout != Layout::kContiguous) {
+    const cuuint64_t all = in * 2 * positions * batch;
+    return encode_map(problem.dtype, input, {in, 1, positions * batch, 1}, {in * 2, in * 2, all}, {kChannels, 1, 64, 1},
+                      inputs, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_SWIZZLE_NONE);
+  }
+  const cuuint64_t pitch = (packed ? packed_pitch(problem) : positions) * 2;
+  const cudaError_t error =
+      encode_map(problem.dtype, input, {packed ? batch * positions : positions, in, 1, packed ? 1 : batch},
+                 {pitch, pitch * in, pitch * in}, {64, kChannels, 1, 1}, inputs);
+  if (error != cudaSuccess) return error;
+  const auto kernel = [&](int axis) { return static_cast<cuuint32_t>(problem.axis[axis].kernel); };
+  const cuuint64_t width = problem.axis[2].out(), height = problem.axis[1].out(), depth = problem.axis[0].out();
+  const cuuint64_t channels = problem.out_channels, row = width * 2, plane = row * height, volume = plane * depth;
+  return encode_map(
+      problem.dtype, output, {width, height, depth, channels, batch}, {row, plane, volume, volume * channels},
+      {64, kernel(1), kernel(0), static_cast<cuuint32_t>(channels), 1}, outputs, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 // Copies rows of `length` elements, whose number is outer * inner.
@@ -148,11 +180,12 @@ cudaError_t launch_pack(const void* source, void* target, int64_t outer, int64_t
   const int64_t of = width / 2;
   ShuffleGemmPackParams p{};
   p.source = source, p.target = target;
-  p.rows = static_cast<int>(outer * inner), p.inner = static_cast<int>(inner);
+  p.rows = static_cast<int>(outer * inner), p.inner = fast_divide(static_cast<int>(inner));
   p.length = length / of, p.outer_pitch = p.length, p.pitch = pitch / of;
-  p.segments = ceil_div(p.length, int64_t{64});
-  const int64_t blocks = ceil_div(p.rows * p.segments, int64_t{8 * kShuffleGemmPackRows});
-  if (outer * inner >= int64_t{1} << 31 || blocks >= int64_t{1} << 31) return cudaErrorNotSupported;
+  const int64_t of_row = ceil_div(p.length, int64_t{64});
+  const int64_t blocks = ceil_div(outer * inner * of_row, int64_t{8 * kShuffleGemmPackRows});
+  if (blocks * 8 * kShuffleGemmPackRows >= int64_t{1} << 31) return cudaErrorNotSupported;
+  p.segments = fast_divide(static_cast<int>(of_row));
   const auto kernel = width == 8   ? shuffle_gemm_pack_kernel<uint2>
                       : width == 4 ? shuffle_gemm_pack_kernel<unsigned int>
                                    : shuffle_gemm_pack_kernel<unsigned short>;
@@ -213,7 +246,7 @@ cudaError_t launch_kernel(const ShuffleGemmTile& t, ShuffleGemmParams p, const S
   if (blocks == 0) return cudaErrorNotSupported;
   // Of a team, nothing to store meanwhile. A team that waits for a stage must know that the stage's inputs before were
   // there, since barriers tell apart two phases only.
-  const bool single = p.items <= blocks * (t.resident ? 1 : p.teams);
+  const bool single = p.items <= blocks * p.teams;
   p.takes_turns = p.teams > 1 && !(single && p.teams * t.chunks <= t.stages);
   p.hand_over = single && p.teams == 2 ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
   // After a launch that packs it starts early, and waits on the device.
@@ -283,8 +316,27 @@ cudaError_t dispatch_taps(const Problem& problem, const ShuffleGemmTile& t, cons
   }
 }
 
+template <typename T, bool kRectify>
+cudaError_t launch_few(const Problem& problem, const ShuffleGemmTile& t, const ShuffleGemmParams& p,
+                       const ShuffleGemmMaps& maps, bool after_packing, cudaStream_t stream) {
+  const auto kernel = problem.layout == Layout::kContiguous ? shuffle_gemm_few_kernel<T, true, kRectify>
+                                                            : shuffle_gemm_few_kernel<T, false, kRectify>;
+  int resident = 0;
+  const cudaError_t error =
+      count_resident_blocks(kernel, kShuffleGemmFewThreads, t.shared_bytes, t.shared_bytes, resident);
+  if (error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(resident, t.items));
+  if (after_packing) {
+    return launch_early(kernel, dim3(blocks), kShuffleGemmFewThreads, t.shared_bytes, stream, maps.inputs, maps.outputs,
+                        p);
+  }
+  kernel<<<blocks, kShuffleGemmFewThreads, t.shared_bytes, stream>>>(maps.inputs, maps.outputs, p);
+  return cudaGetLastError();
+}
+
 template <typename T>
-cudaError_t launch_exact(const Problem& problem, const ShuffleGemmParams& p, cudaStream_t stream) {
+cudaError_t launch_exact(const Problem& problem, ShuffleGemmParams p, cudaStream_t stream) {
+  p.tiles = static_cast<int>(shuffle_gemm_tiles(problem, false));  // that are no boxes
   const auto kernel =
       problem.layout == Layout::kContiguous ? shuffle_gemm_exact_kernel<T, true> : shuffle_gemm_exact_kernel<T, false>;
   const int64_t blocks = ceil_div(problem.out_elements(), int64_t{256});
@@ -305,13 +357,20 @@ cudaError_t launch_tile(const Problem& problem, const ShuffleGemmTile& t, const 
       ShuffleGemmMaps maps{};
       const void *read_input = input, *read_weight = weight;
       cudaError_t error = pack_tensors(problem, workspace, read_input, read_weight, stream);
-      if (error == cudaSuccess) error = make_input_map(problem, packed, read_input, maps.inputs);
+      const bool after_packing = read_input != input || read_weight != weight;
+      if (error == cudaSuccess && t.store == ShuffleGemmStore::kFew) {
+        error = make_few_maps(problem, packed, read_input, output, maps.inputs, maps.outputs);
+        if (error != cudaSuccess) return error;
+        return dispatch_rectifier(p.rectify, [&](auto rectify) {
+          return launch_few<T, decltype(rectify)::value>(problem, t, p, maps, after_packing, stream);
+        });
+      }
+      if (error == cudaSuccess) error = make_input_map(problem, t.box, packed, read_input, maps.inputs);
       if (error == cudaSuccess && !t.by_hand) error = make_weight_map(problem, t.columns, read_weight, maps.weights);
       if (error == cudaSuccess && t.store == ShuffleGemmStore::kBoxes) {
-        error = make_output_map(problem, output, maps.outputs);
+        error = make_output_map(problem, t.box, output, maps.outputs);
       }
       if (error != cudaSuccess) return error;
-      const bool after_packing = read_input != input || read_weight != weight;
       return dispatch_rectifier(p.rectify, [&](auto rectify) {
         return dispatch_taps<T, decltype(rectify)::value>(problem, t, p, maps, after_packing, stream);
       });

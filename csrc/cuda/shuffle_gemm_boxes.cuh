@@ -1,6 +1,7 @@
 // Stores of the shuffle GEMM by bulk copies: a warpgroup stages rounded outputs, and its first warp copies them. By
-// tensor copies: 64 columns of 64 positions in lines of 128 bytes, swizzled; a box is of positions of one row, so that
-// nothing of it lies outside (before its begin would be illegal). By runs, channels_last: outputs that are neighbours
+// tensor copies: 64 columns of 64 positions in lines of 128 bytes, swizzled. Contiguous, a box is of positions of one
+// row, so that nothing of it lies outside; channels_last, a box is a tile, and what lies past an end is not stored
+// (before a begin would be illegal). By runs, channels_last: outputs that are neighbours
 // in memory.
 #pragma once
 
@@ -24,11 +25,6 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 #endif
 }
 
-// Bytes of a warpgroup's outputs on their way.
-template <ShuffleGemmStore kStore>
-inline constexpr int kShuffleGemmStagingOf =
-    kStore == ShuffleGemmStore::kRuns ? 2 * kShuffleGemmStaging : kShuffleGemmStaging;
-
 // 64 columns to a buffer, channels_last: a position's are a line.
 template <typename T, int kColumns>
 __device__ __forceinline__ void stage_pixels(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4], int round,
@@ -47,7 +43,7 @@ __device__ __forceinline__ void stage_pixels(const ShuffleGemmParams& p, const f
       for (int i = 0; i < 4; ++i) {
         const float (&s)[4] = sum[round * 8 + j + i];
         words[i] = make_pair<T, false>(p, s[2 * half], s[2 * half + 1], term[j + i]);
-        mark_not_finite<T>(mark[i], words[i]);
+        mark_not_finite<T>(mark[half * 2 + i % 2], words[i]);
       }
       store_matrices(line + half * 1024 + (((j + lane / 8) ^ lane % 8) << 4), words);
     }
@@ -111,27 +107,28 @@ __device__ __forceinline__ void stage_rows(const ShuffleGemmParams& p, const flo
 }
 
 // What a lane copies of a tile.
-struct ShuffleGemmBox {
+struct ShuffleGemmTarget {
   bool exists;
   uint32_t source;  // in a buffer
-  int x, y, z, v;   // contiguous: element, row, plane, sample; channels_last: position and row
+  int x, y, z, v;   // contiguous: element, row, plane, sample; channels_last: position, line, plane
 };
 template <bool kContiguous>
-__device__ __forceinline__ ShuffleGemmBox find_box(const ShuffleGemmParams& p, int tile) {
-  ShuffleGemmBox box{};
-  int n, position;
-  const int at = threadIdx.x % 32 * p.box;
-  box.exists = at < 64 && find_position(p, tile, min(at, 63), n, position);
-  box.source = at * 128;
-  int w = position;
-  int h = p.width(w);
-  const int d = p.height(h);
-  if constexpr (kContiguous) {
+__device__ __forceinline__ ShuffleGemmTarget find_box(const ShuffleGemmParams& p, int tile) {
+  ShuffleGemmTarget box{};
+  if constexpr (!kContiguous) {
+    const ShuffleGemmSource source = find_source<kContiguous, true>(p, tile);
+    box.exists = threadIdx.x % 32 == 0;
+    box.x = source.position, box.y = source.n, box.z = source.slice * p.tap_depth;
+  } else {
+    int n, position;
+    const int at = threadIdx.x % 32 * p.box;
+    box.exists = at < 64 && find_position(p, tile, min(at, 63), n, position);
+    box.source = at * 128;
+    int w = position;
+    int h = p.width(w);
+    const int d = p.height(h);
     box.x = w * p.width_step;
     box.y = h * p.tap_height, box.z = d * p.tap_depth, box.v = n;
-  } else {
-    box.x = w;
-    box.y = ((n * p.depth.divisor + d) * p.tap_depth * p.height.divisor + h) * p.tap_height;
   }
   return box;
 }
@@ -139,7 +136,7 @@ __device__ __forceinline__ ShuffleGemmBox find_box(const ShuffleGemmParams& p, i
 // Copies 64 columns from `column` on.
 template <bool kContiguous>
 __device__ __forceinline__ void copy_box(const ShuffleGemmParams& p, const CUtensorMap* map, uint32_t buffer,
-                                         const ShuffleGemmBox& box, int group, int column) {
+                                         const ShuffleGemmTarget& box, int group, int column) {
   if constexpr (kContiguous) {
     const int channel = group * p.group_out + p.channel_columns(column);
     if (box.exists) store_box(map, buffer + box.source, box.x, box.y, box.z, channel, box.v);
@@ -147,9 +144,8 @@ __device__ __forceinline__ void copy_box(const ShuffleGemmParams& p, const CUten
     int run = p.run(column);
     int line = p.kernel_width(run);
     const int depth = p.kernel_height(line);
-    const int row = box.y + depth * p.height.divisor * p.tap_height + line;
     const int x = run * p.out_channels + group * p.group_out + column;
-    if (box.exists) store_box(map, buffer + box.source, x, box.x, row, 0, 0);
+    if (box.exists) store_box(map, buffer, x, box.x, line, box.y, box.z + depth);
   }
 }
 
@@ -199,25 +195,32 @@ __device__ __forceinline__ uint32_t store_boxes(const ShuffleGemmParams& p, cons
                                                 int tile, int group, int block, int warpgroup) {
   constexpr bool kContiguous = kTaps != 0;
   const bool copies = threadIdx.x % 128 < 32;
-  ShuffleGemmBox box{};
+  ShuffleGemmTarget box{};
   if (copies) box = find_box<kContiguous>(p, tile);
   uint32_t mark[4] = {};
 #pragma unroll
   for (int round = 0; round < kColumns / 64; ++round) {
     const int column = block * kColumns + round * 64;
     if (column >= p.columns) break;
-    wait_for_staging(warpgroup);
+    const int number = round & (p.buffers - 1);
+    const uint32_t buffer = staging + number * kShuffleGemmStaging;
+    if (number == 0) wait_for_staging(warpgroup);
     if constexpr (kContiguous) {
-      stage_rows<T, kTaps, kColumns>(p, sum, round, staging, terms, mark);
+      stage_rows<T, kTaps, kColumns>(p, sum, round, buffer, terms, mark);
     } else {
-      stage_pixels<T, kColumns>(p, sum, round, staging, terms, mark);
+      stage_pixels<T, kColumns>(p, sum, round, buffer, terms, mark);
     }
     fence_shared_writes();
     meet_warpgroup(warpgroup);
     if (copies) {
-      copy_box<kContiguous>(p, map, staging, box, group, column);
+      copy_box<kContiguous>(p, map, buffer, box, group, column);
       commit_bulk();
     }
+  }
+  if constexpr (!kContiguous) {  // lines of a stage past the box hold anything
+    const int position = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    if (position >= p.box_positions) mark[0] = mark[1] = 0;
+    if (position + 8 >= p.box_positions) mark[2] = mark[3] = 0;
   }
   return mark[0] | mark[1] | mark[2] | mark[3];
 }

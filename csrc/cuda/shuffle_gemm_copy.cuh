@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "device/barrier.cuh"
+#include "device/elect.cuh"
 #include "shuffle_gemm_product.cuh"
 #include "shuffle_gemm_store.cuh"
 
@@ -34,7 +35,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 #endif
 }
 
-// A box of a tensor of four dimensions. Coordinates may lie outside: zeros are there.
+// A box of a tensor of four or five dimensions. Coordinates may lie outside: zeros are there.
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int u,
                                          uint32_t barrier) {
 #ifdef FASTCONVT_SHUFFLE_GEMM
@@ -46,33 +47,43 @@ __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map
 #endif
 }
 
-// True in one thread of a warp, and the compiler knows that it is one.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t elected = 0;
+__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int u, int v,
+                                         uint32_t barrier) {
 #ifdef FASTCONVT_SHUFFLE_GEMM
-  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
+      "%6}], [%7];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier)
+      : "memory");
 #endif
-  return elected != 0;
 }
 
 // Where inputs of a tile begin.
 struct ShuffleGemmSource {
-  int position, n;
+  int position, n, slice;  // of boxes, channels_last: position in a line, line, slice
 };
-template <bool kContiguous>
+template <bool kContiguous, bool kBoxes>
 __device__ __forceinline__ ShuffleGemmSource find_source(const ShuffleGemmParams& p, int tile) {
-  ShuffleGemmSource source{tile, 0};
+  ShuffleGemmSource source{tile, 0, 0};
+  if constexpr (!kContiguous && kBoxes) {
+    source.n = p.across(source.position);
+    source.slice = p.down(source.n);
+    source.position *= p.box_width.divisor, source.n *= p.box_height;
+    return source;
+  }
   if (kContiguous && !p.flat) source.n = p.image(source.position);
   source.position *= 64;
   return source;
 }
 
 // Inputs of a tile, one chunk of channels.
-template <bool kContiguous>
+template <bool kContiguous, bool kBoxes>
 __device__ __forceinline__ void load_inputs(const CUtensorMap* map, uint32_t to, const ShuffleGemmSource& from,
                                             int chunk, int group, uint32_t barrier) {
   if constexpr (kContiguous) {
     load_box(to, map, from.position, chunk * 64, group, from.n, barrier);
+  } else if constexpr (kBoxes) {
+    load_box(to, map, chunk * 64, group, from.position, from.n, from.slice, barrier);
   } else {
     load_box(to, map, chunk * 64, group, from.position, 0, barrier);
   }
@@ -91,50 +102,59 @@ __device__ __forceinline__ void load_weights(const ShuffleGemmParams& p, const C
   }
 }
 
-// Copies what all items need, as soon as there is a place. One thread: what it does between two copies is kept short,
-// since products wait for it.
-template <bool kContiguous, int kColumns>
-__device__ __forceinline__ void copy_items(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* inputs,
-                                           const CUtensorMap* weights) {
+// Copies the inputs of all items, as soon as there is a place. One thread: what it does between two copies is kept
+// short, since products wait for it.
+template <bool kContiguous, bool kBoxes>
+__device__ __forceinline__ void copy_inputs(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* map) {
   const ShuffleGemmBarriers barriers{base + p.barriers};
-  constexpr int kInputBytes = 8192, kWeightBytes = kColumns * 128;
+  constexpr int kPlace = 8192;
+  const int of_tile = !kContiguous && kBoxes ? p.box_positions * 128 : kPlace;
   ShuffleGemmRing ring;
-  bool first = p.resident && !p.by_hand;
   for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
     const ShuffleGemmItem item = find_shuffle_gemm_item(p, index);
-    for (int of_item = 0; of_item < p.item_tiles; of_item += p.sharing) {
-      const int tile = item.first_tile + of_item;
-      if (tile >= p.tiles) break;
-      const int bytes = tile + p.sharing > p.tiles ? kInputBytes : p.sharing * kInputBytes;
-      const ShuffleGemmSource from = find_source<kContiguous>(p, tile), second = find_source<kContiguous>(p, tile + 1);
-      for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages)) {
-        if (first) {
-          mbarrier_arrive_expecting(barriers.weights(chunk), kWeightBytes);
-          load_weights<kColumns>(p, weights, base + chunk * kWeightBytes, item, chunk, barriers.weights(chunk));
-        }
-        const uint32_t to = base + p.ring + ring.place * p.stage_bytes, full = barriers.full(ring.place);
-        mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
-        mbarrier_arrive_expecting(full, bytes + (p.resident ? 0 : kWeightBytes));
-        load_inputs<kContiguous>(inputs, to, from, chunk, item.group, full);
-        if (bytes > kInputBytes) load_inputs<kContiguous>(inputs, to + kInputBytes, second, chunk, item.group, full);
-        if (!p.resident) load_weights<kColumns>(p, weights, to + p.sharing * kInputBytes, item, chunk, full);
-      }
-      first = false;
+    const int tile = item.first_tile;
+    const int bytes = tile + p.sharing > p.tiles ? of_tile : p.sharing * of_tile;
+    const ShuffleGemmSource from = find_source<kContiguous, kBoxes>(p, tile);
+    const ShuffleGemmSource second = find_source<kContiguous, kBoxes>(p, tile + 1);
+    for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages)) {
+      const uint32_t to = base + p.ring + ring.place * p.stage_bytes, full = barriers.full(ring.place);
+      mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+      mbarrier_arrive_expecting(full, bytes);
+      load_inputs<kContiguous, kBoxes>(map, to, from, chunk, item.group, full);
+      if (bytes > of_tile) load_inputs<kContiguous, kBoxes>(map, to + kPlace, second, chunk, item.group, full);
     }
   }
 }
+// The same of weights, by another thread; resident ones once.
+template <int kColumns>
+__device__ __forceinline__ void copy_weights(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* map) {
+  const ShuffleGemmBarriers barriers{base + p.barriers};
+  constexpr int kBytes = kColumns * 128;
+  ShuffleGemmRing ring;
+  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const ShuffleGemmItem item = find_shuffle_gemm_item(p, index);
+    for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages)) {
+      const uint32_t stage = base + p.ring + ring.place * p.stage_bytes + p.sharing * 8192;
+      const uint32_t to = p.resident ? base + chunk * kBytes : stage;
+      const uint32_t full = p.resident ? barriers.weights(chunk) : barriers.full(ring.place);
+      if (!p.resident) mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
+      mbarrier_arrive_expecting(full, kBytes);
+      load_weights<kColumns>(p, map, to, item, chunk, full);
+    }
+    if (p.resident) break;
+  }
+}
 
-// Resident weights that tensor copies cannot read, as these would place them. All threads that multiply.
-template <typename T, int kColumns, int kThreads>
-__device__ __forceinline__ void copy_weights_by_hand(const ShuffleGemmParams& p, uint32_t base,
-                                                     const ShuffleGemmItem& item) {
-  const unsigned short* const source =
-      static_cast<const unsigned short*>(p.weight) + static_cast<int64_t>(item.group) * p.group_in * p.columns;
-  for (int i = threadIdx.x; i < p.chunks * 64 * kColumns; i += kThreads) {
+// Resident weights that tensor copies cannot read, as these would place them: a block of columns of all channels. All
+// threads that multiply. A function of its own: inlined, it took registers and instructions from kernels without it.
+template <int kColumns, int kThreads>
+__device__ __noinline__ void copy_weights_by_hand(const unsigned short* weights, int channels, int columns, int chunks,
+                                                  int block, uint32_t base) {
+  for (int i = threadIdx.x; i < chunks * 64 * kColumns; i += kThreads) {
     const int local = i % kColumns, row = i / kColumns, chunk = row / 64, in_chunk = row % 64;
-    const int column = item.block * kColumns + local;
-    const bool exists = row < p.group_in && column < p.columns;
-    const unsigned short value = exists ? __ldg(source + static_cast<int64_t>(row) * p.columns + column) : 0;
+    const int column = block * kColumns + local;
+    const bool exists = row < channels && column < columns;
+    const unsigned short value = exists ? __ldg(weights + static_cast<int64_t>(row) * columns + column) : 0;
     const uint32_t at = chunk * (kColumns * 128) + local / 64 * 8192 + in_chunk * 128 +
                         ((local % 64 / 8 ^ in_chunk % 8) << 4) + local % 8 * 2;
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(base + at), "h"(value) : "memory");

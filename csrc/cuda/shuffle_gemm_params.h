@@ -8,38 +8,44 @@
 
 namespace fastconvt::cuda {
 
+// What a block needs before its first products comes first, in few lines of the constant cache.
 struct ShuffleGemmParams {
-  const void* input;
-  const void* weight;
-  const void* bias;  // or null
-  void* output;
-  FastDivide column_blocks, groups;        // of an item's tiles
-  FastDivide image;                        // positions of a sample (flat), or tiles
-  FastDivide width, height, depth;         // of the input
-  FastDivide kernel_width, kernel_height;  // channels_last: 1 for the width if a run has all its taps
-  FastDivide channel_columns;              // contiguous: taps; channels_last: output channels of a group
-  FastDivide run;                          // channels_last: columns that are neighbours in memory
+  FastDivide column_blocks, groups;  // of an item's tiles
+  FastDivide image;                  // positions of a sample (flat), or tiles
   bool resident, by_hand;
   bool whole_weights;  // columns of a group are a multiple of 64
   bool flat;           // tiles are of all samples' positions
-  int batch, positions;
-  int in_channels, out_channels, group_in, group_out;
-  int columns;                   // of a group
-  int sharing, teams;            // warpgroups that share stages, tiles of an item; such teams of a block
-  int tiles, items, item_tiles;  // item_tiles: of positions, resident the teams' own
-  int chunks;
   int stages, stage_bytes;
+  int buffers;  // of a warpgroup's staging
+  int ring, barriers, staging, terms, offsets;
+  int chunks;
+  int sharing, teams;  // warpgroups that share stages, tiles of an item; such teams of a block
+  int tiles, items;
+  int columns;       // of a group
   bool takes_turns;  // the teams; the first one's ends with the products of chunk hand_over
+  // channels_last tiles that such copies store: whether they do; positions, lines, both; tiles as in ShuffleGemmBox.
+  bool boxed;
   int hand_over;
-  int vector;                 // bytes of a store: 16, 8 or 4
-  int box;                    // positions of a tensor copy of outputs
-  int tap_depth, tap_height;  // of the kernel
-  int ring, staging, terms, offsets, barriers;
-  int64_t batch_step, depth_step, height_step;  // of outputs, from an input position's first one to the next one's
-  int width_step;
-  int64_t depth_tap, height_tap;  // of outputs, from a tap to the next one
+  FastDivide box_width, across, down;
+  int box_height, box_positions, lines;
+  int in_channels, out_channels, group_in, group_out;
+  const void* bias;                        // or null
+  FastDivide channel_columns;              // contiguous: taps; channels_last: output channels of a group
+  FastDivide run;                          // channels_last: columns that are neighbours in memory
+  FastDivide kernel_width, kernel_height;  // channels_last: 1 for the width if a run has all its taps
+  int64_t plane;                           // contiguous: outputs of a channel
+  int64_t depth_tap, height_tap;           // of outputs, from a tap to the next one
   int width_tap;
-  int64_t plane;  // contiguous: outputs of a channel
+  int width_step;
+  int64_t batch_step, depth_step, height_step;  // of outputs, from an input position's first one to the next one's
+  FastDivide width, height;                     // of the input
+  int batch, positions;
+  void* output;
+  int vector;                 // bytes of a store: 16, 8 or 4
+  int box;                    // contiguous: positions of a tensor copy of outputs
+  int tap_depth, tap_height;  // of the kernel
+  const void* input;
+  const void* weight;
   Rectifier rectify;
   float negative_slope;  // of `rectify`, also where it has a floor
 };
@@ -54,7 +60,7 @@ FASTCONVT_HOST_DEVICE ShuffleGemmItem find_shuffle_gemm_item(const ShuffleGemmPa
   const int rest = p.column_blocks(item);
   found.block = item;
   found.group = rest;
-  found.first_tile = p.groups(found.group) * p.item_tiles;
+  found.first_tile = p.groups(found.group) * p.sharing;
   return found;
 }
 

@@ -34,18 +34,18 @@ __device__ __forceinline__ int64_t find_output(const ShuffleGemmParams& p, int64
          column % taps;
 }
 
-// Of one tile, by a warpgroup.
-template <typename T, bool kContiguous, int kColumns>
+// Of one tile, by a warpgroup, or a warp.
+template <typename T, bool kContiguous, int kColumns, int kThreads = 128>
 __device__ __noinline__ void repair_tile(const ShuffleGemmParams& p, int tile, int group, int block) {
   T* const output = static_cast<T*>(p.output);
-  for (int i = threadIdx.x % 128; i < 64 * kColumns; i += 128) {
+  for (int i = threadIdx.x % kThreads; i < 64 * kColumns; i += kThreads) {
     const int at = i % 64, column = block * kColumns + i / 64;
-    const int64_t place = find_shuffle_gemm_place(p, tile, at);
-    if (place < 0 || column >= p.columns) continue;
-    T& to = output[find_output<kContiguous>(p, place, group, column)];
-    if (is_finite(to_accumulator(to))) continue;
     int n, position;
-    find_position(p, tile, at, n, position);
+    const bool exists =
+        !kContiguous && p.boxed ? find_box_position(p, tile, at, n, position) : find_position(p, tile, at, n, position);
+    if (!exists || column >= p.columns) continue;
+    T& to = output[find_output<kContiguous>(p, find_place_of(p, n, position), group, column)];
+    if (is_finite(to_accumulator(to))) continue;
     to = make_output<T, kContiguous>(p, n, position, group, column);
   }
 }

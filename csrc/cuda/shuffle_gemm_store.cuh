@@ -13,6 +13,10 @@ namespace fastconvt::cuda {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
+__device__ __forceinline__ void store_shared_vector(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 __device__ __forceinline__ uint4 load_shared_vector(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -90,15 +94,29 @@ __device__ __forceinline__ bool find_position(const ShuffleGemmParams& p, int ti
   return n < p.batch && position < p.positions;
 }
 
-// Its first output, of output channel 0; -1 if there is no such position.
-__device__ __forceinline__ int64_t find_shuffle_gemm_place(const ShuffleGemmParams& p, int tile, int at) {
-  int n, position;
-  if (!find_position(p, tile, at, n, position)) return -1;
+// The same for a tile that tensor copies store, channels_last.
+__device__ __forceinline__ bool find_box_position(const ShuffleGemmParams& p, int tile, int at, int& n, int& position) {
+  int w = at, line = p.across(tile);
+  const int slice = p.down(line);
+  line = line * p.box_height + p.box_width(w);
+  w += tile * p.box_width.divisor;
+  position = (slice * p.lines + line) * p.width.divisor + w;
+  n = p.image(position);
+  return at < p.box_positions && w < p.width.divisor && line < p.lines;
+}
+
+// Its first output, of output channel 0.
+__device__ __forceinline__ int64_t find_place_of(const ShuffleGemmParams& p, int n, int position) {
   int line = position;
   const int rest = p.width(line), w = line;
   int h = rest;
   const int d = p.height(h);
   return n * p.batch_step + d * p.depth_step + h * p.height_step + static_cast<int64_t>(w) * p.width_step;
+}
+// The same; -1 if there is no such position.
+__device__ __forceinline__ int64_t find_shuffle_gemm_place(const ShuffleGemmParams& p, int tile, int at) {
+  int n, position;
+  return find_position(p, tile, at, n, position) ? find_place_of(p, n, position) : -1;
 }
 
 // Contiguous: the row of outputs (output channel and all taps but the last axis') of a group, from its first channel.
@@ -130,23 +148,59 @@ struct StagedRows {
   }
 };
 
+// Where a thread stores vectors of a tile, but for columns; null if there is no such position.
+template <typename T, int kTaps, int kColumns, ShuffleGemmStore kStore, bool kWhole>
+struct ShuffleGemmPlaces {  // tensor copies and bulk copies find theirs themselves
+  __device__ __forceinline__ void find(const ShuffleGemmParams&, int) {}
+};
+template <typename T, int kTaps, int kColumns, bool kWhole>
+struct ShuffleGemmPlaces<T, kTaps, kColumns, ShuffleGemmStore::kVectors, kWhole> {
+  using Staged = StagedRows<kTaps>;
+  static constexpr int kPlaces = kWhole ? 1 : kTaps == 2 ? 4 : kTaps == 4 ? 2 : 1;
+  T* output[kPlaces];
+  __device__ __forceinline__ void find(const ShuffleGemmParams& p, int tile) {
+    const int vector = threadIdx.x % 128 % Staged::kVectors;
+    const int step = kWhole ? 1 : p.vector * kPlaces / 16;  // places of a store
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
+      const int64_t place =
+          i % step == 0 ? find_shuffle_gemm_place(p, tile, (vector * 8 + i * 8 / kPlaces) / kTaps) : -1;
+      output[i] = place >= 0 ? static_cast<T*>(p.output) + place + vector * 8 % kTaps : nullptr;
+    }
+  }
+};
+template <typename T, int kColumns, bool kWhole>
+struct ShuffleGemmPlaces<T, 0, kColumns, ShuffleGemmStore::kVectors, kWhole> {
+  static constexpr int kWide = kWhole || kColumns < 128 ? 64 : 128, kVectors = kWide / 8, kPositions = 32 / kVectors;
+  static constexpr int kLoads = kVectors / 4;
+  int64_t mine;  // of position lane % 16 of the warp's, or -1
+  T* output[2 * kLoads];
+  __device__ __forceinline__ void find(const ShuffleGemmParams& p, int tile) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    mine = find_shuffle_gemm_place(p, tile, warp * 16 + lane % 16);
+#pragma unroll
+    for (int i = 0; i < 2 * kLoads; ++i) {
+      const int64_t place = __shfl_sync(~0u, mine, i / kLoads * 8 + i % kLoads * kPositions + lane / kVectors);
+      output[i] = place >= 0 ? static_cast<T*>(p.output) + place : nullptr;
+    }
+  }
+};
+
+template <typename T, int kTaps, int kColumns, bool kWhole>
+using ShuffleGemmVectors = ShuffleGemmPlaces<T, kTaps, kColumns, ShuffleGemmStore::kVectors, kWhole>;
+
 // Returns a mark of what is not finite; the warpgroup must meet before staging again. kWhole: all vectors are of 16
 // bytes, which takes fewer registers.
 template <typename T, int kTaps, int kColumns, bool kRectify, bool kWhole>
 __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
-                                               uint32_t staging, uint32_t terms, uint32_t offsets, int tile, int block,
+                                               uint32_t staging, uint32_t terms, uint32_t offsets,
+                                               const ShuffleGemmVectors<T, kTaps, kColumns, kWhole>& places, int block,
                                                int warpgroup) {
   using Staged = StagedRows<kTaps>;
-  constexpr int kPlaces = kWhole ? 1 : kTaps == 2 ? 4 : kTaps == 4 ? 2 : 1, kStep = Staged::kRows / 4;
+  constexpr int kPlaces = ShuffleGemmVectors<T, kTaps, kColumns, kWhole>::kPlaces, kStep = Staged::kRows / 4;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int vector = thread % Staged::kVectors, first_row = thread / Staged::kVectors;
-  const int step = kWhole ? 1 : p.vector * kPlaces / 16;  // places of a store
-  T* output[kPlaces];
-#pragma unroll
-  for (int i = 0; i < kPlaces; ++i) {
-    const int64_t place = i % step == 0 ? find_shuffle_gemm_place(p, tile, (vector * 8 + i * 8 / kPlaces) / kTaps) : -1;
-    output[i] = place >= 0 ? static_cast<T*>(p.output) + place + vector * 8 % kTaps : nullptr;
-  }
+  const auto& output = places.output;
   offsets += first_row * (kTaps * 2);
   uint32_t mark[4] = {};  // four chains, for speed
 #pragma unroll
@@ -206,21 +260,17 @@ __device__ __forceinline__ uint32_t store_rows(const ShuffleGemmParams& p, const
 // channels_last: 8 positions of a warp by up to 128 columns at a time.
 template <typename T, int kColumns, bool kRectify, bool kWhole>
 __device__ __forceinline__ uint32_t store_pixels(const ShuffleGemmParams& p, const float (&sum)[kColumns / 8][4],
-                                                 uint32_t staging, uint32_t terms, uint32_t offsets, int tile,
-                                                 int block) {
-  constexpr int kWide = kWhole || kColumns < 128 ? 64 : 128, kVectors = kWide / 8, kPositions = 32 / kVectors;
-  constexpr int kLoads = kVectors / 4;
+                                                 uint32_t staging, uint32_t terms, uint32_t offsets,
+                                                 const ShuffleGemmVectors<T, 0, kColumns, kWhole>& places, int block) {
+  using Places = ShuffleGemmVectors<T, 0, kColumns, kWhole>;
+  constexpr int kWide = Places::kWide, kVectors = Places::kVectors, kPositions = Places::kPositions;
+  constexpr int kLoads = Places::kLoads;
   const int lane = threadIdx.x % 32, t = lane % 4, warp = threadIdx.x / 32 % 4;
-  const int64_t mine = find_shuffle_gemm_place(p, tile, warp * 16 + lane % 16);
+  const int64_t mine = places.mine;
+  const auto& output = places.output;
   staging += warp * 2048;
   // Of what the lane gives to stmatrix: row lane % 8 of one of four neighbouring matrices.
   const uint32_t to = staging + lane % 8 * (kWide * 2);
-  T* output[2 * kLoads];  // of the positions that the lane stores
-#pragma unroll
-  for (int i = 0; i < 2 * kLoads; ++i) {
-    const int64_t place = __shfl_sync(~0u, mine, i / kLoads * 8 + i % kLoads * kPositions + lane / kVectors);
-    output[i] = place >= 0 ? static_cast<T*>(p.output) + place : nullptr;
-  }
   uint32_t mark[4] = {};  // four chains, for speed
 #pragma unroll
   for (int part = 0; part < kColumns / kWide; ++part) {

@@ -1,5 +1,4 @@
-// The shuffle GEMM over planes, host side: parameters of a problem, the map of its weights, and the template instance
-// that runs it.
+// The shuffle GEMM over planes, host side: parameters of a problem, and the template instance that runs it.
 #include "shuffle_planes.cuh"
 
 #include <algorithm>
@@ -8,7 +7,6 @@
 #include "dispatch.h"
 #include "launchers.h"
 #include "occupancy.h"
-#include "tensor_map.h"
 
 namespace fastconvt::cuda {
 namespace {
@@ -25,7 +23,7 @@ ShufflePlanesParams make_planes_params(const Problem& problem, const ShufflePlan
   ShufflePlanesParams p{};
   p.input = input, p.weight = weight, p.bias = problem.has_bias ? bias : nullptr, p.output = output;
   p.rectifier = rectifier(problem);
-  p.parts = fast_divide(t.parts), p.tiles = fast_divide(t.tiles);
+  p.row_tiles = fast_divide(t.row_tiles), p.tiles = fast_divide(t.tiles);
   p.depth = fast_divide(static_cast<int>(shuffle_planes_depth(problem)));
   p.width = fast_divide(static_cast<int>(problem.axis[2].in));
   p.kernel_depth = fast_divide(static_cast<int>(problem.axis[0].kernel));
@@ -35,67 +33,52 @@ ShufflePlanesParams make_planes_params(const Problem& problem, const ShufflePlan
   p.rows = static_cast<int>(problem.out_channels * problem.kernel_positions());
   p.kernel_height = static_cast<int>(problem.axis[1].kernel);
   while (1 << p.taps_shift < problem.axis[1].kernel * problem.axis[2].kernel) ++p.taps_shift;
-  p.part = t.part, p.chunks = t.chunks;
+  p.chunks = t.chunks;
   p.slots = t.slots, p.slot_bytes = t.slot_bytes, p.pitch = t.pitch, p.stages = t.stages;
   p.run_bytes = t.run_bytes, p.skews = t.skews, p.copy = t.copy;
-  p.slots_begin = t.slots_begin, p.staging = t.staging, p.barriers = t.barriers, p.table = t.table;
+  p.slots_begin = t.slots_begin, p.staging = t.staging, p.barriers = t.barriers;
   p.input_plane = int64_t{p.height} * problem.axis[2].in;
   p.output_plane = p.input_plane * problem.axis[1].kernel * problem.axis[2].kernel;
   p.input_channel = problem.in_positions(), p.output_channel = problem.out_positions();
+  p.next_channel = p.output_channel - problem.axis[0].kernel * p.output_plane;
   return p;
 }
 
-int64_t packed_rows(const Problem& problem) {
-  return round_up(problem.out_channels * problem.kernel_positions(), int64_t{16});
-}
+int64_t packed_bytes(const ShufflePlanesTile& t) { return int64_t{t.row_tiles} * t.chunks * kShufflePlanesStage; }
 
-cudaError_t pack_planes(const Problem& problem, const void* weight, void* packed, cudaStream_t stream) {
-  const int blocks = static_cast<int>(packed_rows(problem) / 16);
-  const int count = static_cast<int>(problem.in_channels * blocks);
+cudaError_t pack_planes(const Problem& problem, const ShufflePlanesTile& t, const void* weight, void* packed,
+                        cudaStream_t stream) {
+  const int blocks = t.row_tiles * 4, count = t.chunks * 64 * blocks;
   pack_planes_weights<<<ceil_div(count, kPlanesPackThreads), kPlanesPackThreads, 0, stream>>>(
       static_cast<const uint4*>(weight), static_cast<uint4*>(packed), fast_divide(blocks),
-      static_cast<int>(problem.out_channels * problem.kernel_positions()), count);
+      static_cast<int>(problem.in_channels), t.chunks,
+      static_cast<int>(problem.out_channels * problem.kernel_positions()),
+      problem.axis[1].kernel == 2 && problem.axis[2].kernel == 2, count);
   return cudaGetLastError();
 }
 
-cudaError_t make_planes_map(const Problem& problem, const void* weight, CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t rows = packed_rows(problem);
-  const cuuint64_t dims[2] = {rows, static_cast<cuuint64_t>(problem.in_channels)}, pitches[1] = {rows * 2};
-  const cuuint32_t box[2] = {64, 64}, steps[2] = {1, 1};
-  const CUtensorMapDataType type =
-      problem.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, 2, const_cast<void*>(weight), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
-}
-
 template <typename T, int kTaps, int kColumns>
-cudaError_t launch_planes_kernel(const ShufflePlanesTile& t, const ShufflePlanesParams& p, const CUtensorMap& weights,
-                                 cudaStream_t stream) {
+cudaError_t launch_planes_kernel(const ShufflePlanesTile& t, const ShufflePlanesParams& p, cudaStream_t stream) {
   const auto kernel = shuffle_planes_kernel<T, kTaps, kColumns>;
   int resident = 0;
-  const cudaError_t error = count_resident_blocks(kernel, kShufflePlanesThreads, t.shared_bytes,
+  const cudaError_t error = count_resident_blocks(kernel, kShufflePlanesThreads<kColumns>, t.shared_bytes,
                                                   static_cast<int>(kShufflePlanesShared), resident);
   if (error != cudaSuccess) return error;
   if (resident == 0) return cudaErrorNotSupported;
-  return launch_early(kernel, dim3(std::min(resident, p.items)), kShufflePlanesThreads, t.shared_bytes, stream, weights,
-                      p);
+  // As few as make them all in the same time: more of them have whole tiles.
+  const int blocks = ceil_div(p.items, ceil_div(p.items, std::min(resident, p.items)));
+  return launch_early(kernel, dim3(blocks), kShufflePlanesThreads<kColumns>, t.shared_bytes, stream, p);
 }
 
 template <typename T, int kTaps>
-cudaError_t dispatch_planes_columns(const ShufflePlanesTile& t, const ShufflePlanesParams& p,
-                                    const CUtensorMap& weights, cudaStream_t stream) {
+cudaError_t dispatch_planes_columns(const ShufflePlanesTile& t, const ShufflePlanesParams& p, cudaStream_t stream) {
   switch (t.columns) {
     case 112:
-      return launch_planes_kernel<T, kTaps, 112>(t, p, weights, stream);
+      return launch_planes_kernel<T, kTaps, 112>(t, p, stream);
     case 200:
-      return launch_planes_kernel<T, kTaps, 200>(t, p, weights, stream);
+      return launch_planes_kernel<T, kTaps, 200>(t, p, stream);
     case 216:
-      return launch_planes_kernel<T, kTaps, 216>(t, p, weights, stream);
+      return launch_planes_kernel<T, kTaps, 216>(t, p, stream);
     default:
       return cudaErrorNotSupported;
   }
@@ -104,18 +87,17 @@ cudaError_t dispatch_planes_columns(const ShufflePlanesTile& t, const ShufflePla
 cudaError_t launch_planes_tile(const Problem& problem, const ShufflePlanesTile& t, const void* input,
                                const void* weight, const void* bias, void* output, void* workspace,
                                cudaStream_t stream) {
-  const ShufflePlanesParams p = make_planes_params(problem, t, input, weight, bias, output);
-  CUtensorMap weights;
-  cudaError_t error = pack_planes(problem, weight, workspace, stream);
-  if (error == cudaSuccess) error = make_planes_map(problem, workspace, weights);
+  ShufflePlanesParams p = make_planes_params(problem, t, input, weight, bias, output);
+  p.packed = workspace;
+  const cudaError_t error = pack_planes(problem, t, weight, workspace, stream);
   if (error != cudaSuccess) return error;
   return dispatch_up_to_float32(problem.dtype, [&](auto tag) -> cudaError_t {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) != 2) {
       return cudaErrorNotSupported;
     } else {
-      return problem.axis[2].kernel == 2 ? dispatch_planes_columns<T, 2>(t, p, weights, stream)
-                                         : dispatch_planes_columns<T, 4>(t, p, weights, stream);
+      return problem.axis[2].kernel == 2 ? dispatch_planes_columns<T, 2>(t, p, stream)
+                                         : dispatch_planes_columns<T, 4>(t, p, stream);
     }
   });
 }
@@ -123,9 +105,8 @@ cudaError_t launch_planes_tile(const Problem& problem, const ShufflePlanesTile& 
 }  // namespace
 
 int64_t shuffle_planes_workspace(const Problem& problem, const void* input, const void* weight) {
-  if (planes_suit(shuffle_planes_tile(problem), input, weight)) {
-    return problem.in_channels * packed_rows(problem) * 2;
-  }
+  const ShufflePlanesTile& t = shuffle_planes_tile(problem);
+  if (planes_suit(t, input, weight)) return packed_bytes(t);
   return shuffle_gemm_workspace(problem, input, weight);
 }
 

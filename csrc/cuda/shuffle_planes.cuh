@@ -1,22 +1,26 @@
 // The shuffle GEMM over planes, device side. See core/shuffle_planes.h. Blocks are persistent: one thread copies
-// weights, three warps inputs, and two warpgroups multiply 64 rows by the same positions each, in turns, so that one
-// stores meanwhile.
+// weights, three warps inputs, and three warpgroups multiply 64 rows by the same positions each, in turns, so that
+// the others store meanwhile.
 #pragma once
-
-#include <cuda.h>
 
 #include "device/copy_groups.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/elect.cuh"
+#include "device/registers.cuh"
 #include "shuffle_planes_pack.cuh"
 #include "shuffle_planes_product.cuh"
 #include "shuffle_planes_store.cuh"
 
 namespace fastconvt::cuda {
 
-inline constexpr int kShufflePlanesThreads = 384, kShufflePlanesCopiers = 96;
+inline constexpr int kShufflePlanesCopiers = 96;
+template <int kColumns>
+inline constexpr int kShufflePlanesTeams = shuffle_planes_teams(kColumns);
+template <int kColumns>
+inline constexpr int kShufflePlanesThreads = kShufflePlanesTeams<kColumns> * 128 + 128;
 
 // In shared memory: of every stage of weights and slot of inputs, that it is full and that it is empty; that a
-// warpgroup's turn has come.
+// warpgroup's turn has come; that a tile's weights end soon.
 struct ShufflePlanesBarriers {
   uint32_t address;
   __device__ __forceinline__ uint32_t full_stage(int i) const { return address + i * 8; }
@@ -26,46 +30,59 @@ struct ShufflePlanesBarriers {
   __device__ __forceinline__ uint32_t turn(int warpgroup) const {
     return full_slot(2 * kShufflePlanesMaxSlots + warpgroup);
   }
+  __device__ __forceinline__ uint32_t near_end() const { return turn(3); }  // how many, a word
 };
 
 // Weights of all items, 64 rows by 64 channels at a time. One thread.
-__device__ __forceinline__ void copy_weights(const ShufflePlanesParams& p, uint32_t base, const CUtensorMap* map) {
-#ifdef FASTCONVT_WGMMA
+__device__ __forceinline__ void copy_weights(const ShufflePlanesParams& p, uint32_t base) {
   const ShufflePlanesBarriers barriers{base + p.barriers};
   BarrierRing ring;
   wait_for_previous_grid();  // that has packed them
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const int first = find_shuffle_planes_item(p, index).part * p.part;
-    for (int tile = first; tile < first + p.part; ++tile) {
-      for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages)) {
+  int near = 0;
+  ShufflePlanesWork work = find_first_work(p, blockIdx.x, gridDim.x);
+  while (find_work(p, work)) {
+    const unsigned char* from = static_cast<const unsigned char*>(p.packed) +
+                                static_cast<int64_t>(work.row_tile) * p.chunks * kShufflePlanesStage;
+#pragma unroll 1
+    for (int left = work.count; left > 0; --left) {
+      if (left == min(work.count, kShufflePlanesNear)) {
+        asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(barriers.near_end()), "r"(++near) : "memory");
+      }
+#pragma unroll 1
+      for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.stages), from += kShufflePlanesStage) {
         const uint32_t full = barriers.full_stage(ring.place);
         mbarrier_wait(barriers.empty_stage(ring.place), ring.parity ^ 1);
         mbarrier_arrive_expecting(full, kShufflePlanesStage);
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-            "[%4];" ::"r"(base + ring.place * kShufflePlanesStage),
-            "l"(map), "r"(tile * 64), "r"(chunk * 64), "r"(full)
-            : "memory");
+        bulk_load(base + ring.place * kShufflePlanesStage, from, kShufflePlanesStage, full);
       }
     }
   }
-#endif
 }
 
 // 64 channels of a tile's inputs, `channels` of which exist, to blocks of 8 by 8: a warp copies neighbouring pieces of
-// a channel.
+// eight channels.
 template <int kBytes>
 __device__ __forceinline__ void copy_chunk(const ShufflePlanesParams& p, uint32_t to, const unsigned char* from,
                                            int channels, int count, int thread) {
   constexpr int kWarps = kShufflePlanesCopiers / 32;
   const int64_t channel_bytes = p.input_channel * 2;
-  for (int byte = thread % 32 * kBytes; byte < count * 2; byte += 32 * kBytes) {
-    uint32_t target = to + byte / 16 * p.pitch + byte % 16 + thread / 32 * 16;
-    const unsigned char* source = from + thread / 32 * channel_bytes + byte;
-#pragma unroll 11
-    for (int channel = thread / 32; channel < 64; channel += kWarps) {
-      copy_or_zero<kBytes>(target, source, channel < channels);
-      target += kWarps * 16, source += kWarps * channel_bytes;
+#pragma unroll 1
+  for (int first = thread / 32 * 8; first < 64; first += kWarps * 8) {
+    const unsigned char* const line = from + first * channel_bytes;
+    const bool whole = first + 8 <= channels;
+#pragma unroll 1
+    for (int byte = thread % 32 * kBytes; byte < count * 2; byte += 32 * kBytes) {
+      const uint32_t target = to + byte / 16 * p.pitch + byte % 16 + first * 16;
+      const unsigned char* source = line + byte;
+      if (whole) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i, source += channel_bytes) copy_or_zero<kBytes>(target + i * 16, source, true);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i, source += channel_bytes) {
+          copy_or_zero<kBytes>(target + i * 16, first + i < channels ? source : line + byte, first + i < channels);
+        }
+      }
     }
   }
 }
@@ -99,12 +116,25 @@ __device__ __forceinline__ const unsigned char* find_inputs(const ShufflePlanesP
   return static_cast<const unsigned char*>(p.input) + 2 * at;
 }
 
-// Inputs of all items, 64 channels at a time. Three warps.
+// Until a word of shared memory is no less.
+__device__ __forceinline__ void wait_for_count(uint32_t word, int count) {
+  for (int seen = 0;;) {
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(seen) : "r"(word) : "memory");
+    if (seen >= count) return;
+    __nanosleep(100);
+  }
+}
+
+// Inputs of all items, 64 channels at a time. Three warps. If there is no room for a whole next tile, it is asked for
+// when this one's weights end soon: before, outputs would push it out of the cache again.
 __device__ __forceinline__ void copy_inputs(const ShufflePlanesParams& p, uint32_t base, int thread) {
   const ShufflePlanesBarriers barriers{base + p.barriers};
   BarrierRing ring;
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const ShufflePlanesItem item = find_shuffle_planes_item(p, index);
+  int near = 0;
+  ShufflePlanesWork work = find_first_work(p, blockIdx.x, gridDim.x);
+  bool any = find_work(p, work);
+  while (any) {
+    const ShufflePlanesItem item = find_shuffle_planes_item(p, work.tile);
     const unsigned char* from = find_inputs(p, item);
     for (int chunk = 0; chunk < p.chunks; ++chunk, ring.advance(p.slots)) {
       mbarrier_wait(barriers.empty_slot(ring.place), ring.parity ^ 1);
@@ -120,22 +150,34 @@ __device__ __forceinline__ void copy_inputs(const ShufflePlanesParams& p, uint32
       mbarrier_arrive_after_copies(barriers.full_slot(ring.place));
       from += 64 * p.input_channel * 2;
     }
-    const int next = index + gridDim.x;
-    if (next < p.items) {
-      const ShufflePlanesItem then = find_shuffle_planes_item(p, next);
+    any = find_work(p, work);
+    if (any) {
+      ++near;
+      if (p.slots < 2 * p.chunks) wait_for_count(barriers.near_end(), near);
+      const ShufflePlanesItem then = find_shuffle_planes_item(p, work.tile);
       prefetch_inputs(find_inputs(p, then), p.input_channel * 2, p.in_channels, then.count * 2, thread);
     }
   }
 }
 
+__device__ __forceinline__ void advance_ring(BarrierRing& ring, int places, int by) {
+  ring.place += by;
+  while (ring.place >= places) ring.place -= places, ring.parity ^= 1;
+}
+
 // The sums of 64 rows; `first`, `last`: of the warpgroup's tiles of an item.
 template <typename T, int kColumns>
-__device__ __forceinline__ void multiply_planes(const ShufflePlanesParams& p, uint32_t base, int warpgroup, bool first,
-                                                bool last, BarrierRing& ring, BarrierRing slot,
+__device__ __forceinline__ void multiply_planes(const ShufflePlanesParams& p, uint32_t base, uint32_t next_turn,
+                                                bool first, bool last, BarrierRing& ring, BarrierRing slot,
                                                 float (&sum)[kColumns / 8][4]) {
   const ShufflePlanesBarriers barriers{base + p.barriers};
   const bool arrives = threadIdx.x % 32 == 0;
-  uint32_t done = 0, done_slot = 0;
+  uint32_t done[2] = {}, done_slot[2] = {};  // to release: after the products before the last ones, and these
+  const auto release = [&](int i) {
+    if (!arrives || done[i] == 0) return;
+    mbarrier_arrive(done[i]);
+    if (last) mbarrier_arrive(done_slot[i]);
+  };
 #pragma unroll 1
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
     if (first) {
@@ -151,81 +193,106 @@ __device__ __forceinline__ void multiply_planes(const ShufflePlanesParams& p, ui
       start_planes_product<T, kColumns>(sum, rows + k * kPlanesRowsStep, columns + k * kPlanesColumnsStep, chunk | k);
     }
     wgmma_commit();
-    if (chunk + 1 == p.chunks && arrives) mbarrier_arrive(barriers.turn(warpgroup ^ 1));
-    wgmma_wait<1>();
-    if (arrives && done != 0) {
-      mbarrier_arrive(done);
-      if (last) mbarrier_arrive(done_slot);
-    }
-    done = barriers.empty_stage(ring.place), done_slot = barriers.empty_slot(slot.place);
+    if (chunk + 1 == p.chunks && arrives) mbarrier_arrive(next_turn);
+    wgmma_wait<2>();
+    release(0);
+    done[0] = done[1], done_slot[0] = done_slot[1];
+    done[1] = barriers.empty_stage(ring.place), done_slot[1] = barriers.empty_slot(slot.place);
     ring.advance(p.stages), slot.advance(p.slots);
   }
+  advance_ring(ring, p.stages, (kShufflePlanesTeams<kColumns> - 1) * p.chunks);  // past the others'
+  wgmma_wait<1>();
+  release(0);
   wgmma_wait<0>();
-  if (arrives) {
-    mbarrier_arrive(done);
-    if (last) mbarrier_arrive(done_slot);
+  release(1);
+}
+
+// Slots of a tile that a warpgroup has no rows of.
+__device__ __forceinline__ void skip_slots(const ShufflePlanesParams& p, uint32_t base, BarrierRing slot) {
+  const ShufflePlanesBarriers barriers{base + p.barriers};
+  for (int chunk = 0; chunk < p.chunks; ++chunk, slot.advance(p.slots)) {
+    mbarrier_wait(barriers.full_slot(slot.place), slot.parity);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.empty_slot(slot.place));
   }
 }
 
-__device__ __forceinline__ void advance_ring(BarrierRing& ring, int places, int by) {
-  ring.place += by;
-  while (ring.place >= places) ring.place -= places, ring.parity ^= 1;
-}
-
-// Two warpgroups.
+// All warpgroups that multiply.
 template <typename T, int kTaps, int kColumns>
-__device__ __forceinline__ void make_planes(const ShufflePlanesParams& p, uint32_t base, unsigned char* bytes) {
+__device__ __forceinline__ void make_planes(const ShufflePlanesParams& p, uint32_t base) {
+  constexpr int kTeams = kShufflePlanesTeams<kColumns>;
   const ShufflePlanesBarriers barriers{base + p.barriers};
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  unsigned char* const staging = bytes + p.staging + warp * ((16 >> p.taps_shift) * p.run_bytes);
+  const uint32_t staging = base + p.staging + warp * ((16 >> p.taps_shift) * p.run_bytes);
+  const uint32_t next_turn = barriers.turn(warpgroup + 1 == kTeams ? 0 : warpgroup + 1);
+  uint32_t places[(kColumns + 15) / 16];
+  find_planes_places<kTaps>(p, places);
+  const int pair = find_pair<kTaps>(p);
   BarrierRing ring, slot;
   advance_ring(ring, p.stages, warpgroup * p.chunks);
-  int turn = warpgroup;  // the first warpgroup begins without being told
-  for (int index = blockIdx.x; index < p.items; index += gridDim.x) {
-    const ShufflePlanesItem item = find_shuffle_planes_item(p, index);
-    for (int tile = warpgroup; tile < p.part; tile += 2, ++turn) {
-      const int row = (item.part * p.part + tile) * 64 + warp % 4 * 16;
+  __syncthreads();
+  int turn = warpgroup > 0;  // the first warpgroup begins without being told
+  int of_tile = warpgroup;   // the warpgroup's next 64 rows
+  ShufflePlanesWork work = find_first_work(p, blockIdx.x, gridDim.x);
+  while (find_work(p, work)) {
+    const ShufflePlanesItem item = find_shuffle_planes_item(p, work.tile);
+    if (of_tile >= work.count) skip_slots(p, base, slot);
+    for (; of_tile < work.count; of_tile += kTeams, ++turn) {
+      const int row = (work.row_tile + of_tile) * 64 + warp % 4 * 16;
       float sum[kColumns / 8][4];
-      const T term = load_term<T>(p, row + threadIdx.x % 32 / 4 * 2);
+      const T term = load_term<T>(p, row + find_pair_row<kTaps>(p));
+      const int64_t target = find_planes_run(p, item, row >> p.taps_shift, kTaps);
       if (turn > 0) mbarrier_wait(barriers.turn(warpgroup), (turn - 1) & 1);
-      multiply_planes<T, kColumns>(p, base, warpgroup, tile < 2, tile + 2 >= p.part, ring, slot, sum);
-      advance_ring(ring, p.stages, p.chunks);  // past the other's
-      store_planes<T, kTaps, kColumns>(p, item, sum, term, base + p.table, staging, row);
+      multiply_planes<T, kColumns>(p, base, next_turn, of_tile < kTeams, of_tile + kTeams >= work.count, ring, slot,
+                                   sum);
+      store_planes<T, kTaps, kColumns>(p, item, sum, to_accumulator(term), target, pair, places, staging, row);
     }
+    of_tile -= work.count;
     advance_ring(slot, p.slots, p.chunks);
   }
 }
 
 template <typename T, int kTaps, int kColumns>
-__global__ void __launch_bounds__(kShufflePlanesThreads, 1)
-    shuffle_planes_kernel(const __grid_constant__ CUtensorMap weights, const __grid_constant__ ShufflePlanesParams p) {
+__global__ void __launch_bounds__(kShufflePlanesThreads<kColumns>, 1)
+    shuffle_planes_kernel(const __grid_constant__ ShufflePlanesParams p) {
 #ifdef FASTCONVT_WGMMA
+  constexpr int kTeams = kShufflePlanesTeams<kColumns>;
   extern __shared__ __align__(1024) unsigned char bytes[];
   const uint32_t base = shared_address(bytes);
-  const ShufflePlanesBarriers barriers{base + p.barriers};
-  fill_planes_table<kTaps, kColumns>(p, base + p.table);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(barriers.full_stage(i), 1);
-      mbarrier_init(barriers.empty_stage(i), 4);
+  if (threadIdx.x >= kTeams * 128) {
+    lower_registers<56>();
+    const ShufflePlanesBarriers barriers{base + p.barriers};
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32 % 4, 0);
+    const bool one = elect_one();
+    if (one) {
+      // By all four, since it takes a thread long.
+#pragma unroll 1
+      for (int i = warp; i < p.stages; i += 4) {
+        mbarrier_init(barriers.full_stage(i), 1);
+        mbarrier_init(barriers.empty_stage(i), 4);
+      }
+#pragma unroll 1
+      for (int i = warp; i < p.slots; i += 4) {
+        mbarrier_init(barriers.full_slot(i), kShufflePlanesCopiers);
+        mbarrier_init(barriers.empty_slot(i), kTeams * 4);
+      }
+      if (warp < kTeams) mbarrier_init(barriers.turn(warp), 4);
+      if (warp == 3) {
+        asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(barriers.near_end()), "r"(0) : "memory");
+      }
+      fence_shared_writes();
     }
-    for (int i = 0; i < p.slots; ++i) {
-      mbarrier_init(barriers.full_slot(i), kShufflePlanesCopiers);
-      mbarrier_init(barriers.empty_slot(i), 8);
-    }
-    mbarrier_init(barriers.turn(0), 4);
-    mbarrier_init(barriers.turn(1), 4);
-    fence_shared_writes();
-  }
-  __syncthreads();
-  if (threadIdx.x >= 256) {
-    if (threadIdx.x == 256) copy_weights(p, base, &weights);
-    if (threadIdx.x >= 288) {
-      clear_slots(p, base, kColumns / 8, threadIdx.x - 288);
-      copy_inputs(p, base, threadIdx.x - 288);
+    __syncwarp();
+    __syncthreads();
+    if (warp > 0) {
+      clear_slots(p, base, kColumns / 8, threadIdx.x % 128 - 32);
+      copy_inputs(p, base, threadIdx.x % 128 - 32);
+    } else if (one) {
+      copy_weights(p, base);
     }
   } else {
-    make_planes<T, kTaps, kColumns>(p, base, bytes);
+    raise_registers<kTeams == 2 ? 224 : 152>();
+    // The shuffle keeps the compiler from finding the address out again between products.
+    make_planes<T, kTaps, kColumns>(p, __shfl_sync(~0u, base, 0));
     wait_for_bulk_reads();  // before the shared memory goes
   }
 #endif

@@ -5,6 +5,7 @@
 
 #include "device/barrier.cuh"
 #include "device/bulk.cuh"
+#include "device/elect.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
 #include "shuffle_planes_params.h"
@@ -76,10 +77,12 @@ __device__ __forceinline__ void join_taps(const float (&s)[4], uint32_t (&word)[
 
 // Stages them if their place exists; `mark` becomes NaN if one is not finite.
 template <typename T>
-__device__ __forceinline__ void stage_words(const uint32_t (&word)[2], uint32_t to, int place, uint32_t (&mark)[2]) {
+__device__ __forceinline__ void stage_words(const uint32_t (&word)[2], uint32_t to, uint32_t place,
+                                            uint32_t (&mark)[2]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "{\n.reg .pred exists;\nsetp.ge.s32 exists, %3, 0;\n@exists st.shared.v2.b32 [%2], {%0, %1};\n}" ::"r"(word[0]),
+      "{\n.reg .pred exists;\nsetp.ne.u32 exists, %3, 0xffff;\n@exists st.shared.v2.b32 [%2], {%0, %1};\n}" ::"r"(
+          word[0]),
       "r"(word[1]), "r"(to + place), "r"(place)
       : "memory");
 #pragma unroll
@@ -93,23 +96,22 @@ __device__ __forceinline__ void stage_words(const uint32_t (&word)[2], uint32_t 
 #endif
 }
 
-// Where pairs of positions go in a run, in bytes, by a lane's first column and every eighth one; -1: nowhere.
-inline constexpr int kPlanesTableLane = 36 * 4;  // other banks for each lane
-template <int kTaps, int kColumns>
-__device__ __forceinline__ void fill_planes_table(const ShufflePlanesParams& p, uint32_t table) {
-  for (int i = threadIdx.x; i < 128; i += blockDim.x) {
-    const int position = i % 32 * 8 + i / 32 * 2;
-    int rest = position;
-    const int line = p.width(rest), skipped = (p.kernel_height - 1) * p.width.divisor * (kTaps * 2);
-    const int place = line >= p.lines ? -1 : position * (kTaps * 2) + line * skipped;
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(table + i / 32 * kPlanesTableLane + i % 32 * 4), "r"(place)
-                 : "memory");
+// Where a lane's pairs of positions go in a run, in bytes, two in a register, where they stay; 0xffff: nowhere.
+template <int kTaps, int kWords>
+__device__ __forceinline__ void find_planes_places(const ShufflePlanesParams& p, uint32_t (&places)[kWords]) {
+  const int skipped = (p.kernel_height - 1) * p.width.divisor * (kTaps * 2);
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    places[j] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = (2 * j + half) * 8 + threadIdx.x % 4 * 2;
+      int rest = position;
+      const int line = p.width(rest), place = position * (kTaps * 2) + line * skipped;
+      places[j] |= (line >= p.lines ? 0xffffu : static_cast<uint32_t>(place)) << half * 16;
+    }
+    asm volatile("" : "+r"(places[j]));
   }
-}
-__device__ __forceinline__ int4 load_places(uint32_t table) {
-  int4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(table));
-  return v;
 }
 
 // What bias adds to a lane's rows, two taps of a channel.
@@ -120,67 +122,85 @@ __device__ __forceinline__ T load_term(const ShufflePlanesParams& p, int row) {
   return p.bias != nullptr && channel < p.out_channels ? __ldg(static_cast<const T*>(p.bias) + channel) : T{};
 }
 
-// Stores 64 rows' outputs; `to`: the warp's part of shared memory, whose last stores may still be read.
+// A lane's first row of a warp's 16, a pair of taps, as weights are packed.
+template <int kTaps>
+__device__ __forceinline__ int find_pair_row(const ShufflePlanesParams& p) {
+  const int pair = threadIdx.x % 32 / 4;
+  return kTaps == 2 && p.taps_shift == 2 ? pair % 4 * 4 + pair / 4 * 2 : pair * 2;
+}
+// Where in a warp's staged runs a lane's pairs of taps begin, but for a skew.
+template <int kTaps>
+__device__ __forceinline__ int find_pair(const ShufflePlanesParams& p) {
+  const int row = find_pair_row<kTaps>(p), height = (row & ((1 << p.taps_shift) - 1)) / kTaps;
+  return (row >> p.taps_shift) * p.run_bytes + height * p.width.divisor * (kTaps * 2) + row % kTaps * 4;
+}
+
+// Stores 64 rows' outputs. `staging`: the warp's part of shared memory, whose last stores may still be read; `target`:
+// where the first run goes, in elements.
 template <typename T, int kTaps, int kColumns>
 __device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const ShufflePlanesItem& item,
-                                             float (&sum)[kColumns / 8][4], T term, uint32_t table, unsigned char* to,
+                                             float (&sum)[kColumns / 8][4], float term, int64_t target, int pair,
+                                             const uint32_t (&places)[(kColumns + 15) / 16], uint32_t staging,
                                              int first_row) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kBlocks = kColumns / 8;
   const int lane = threadIdx.x % 32, first_run = first_row >> p.taps_shift;
-  if (p.bias != nullptr) {
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[j][i] += to_accumulator(term);
-    }
-  }
   uint32_t mark[2] = {};  // NaN if any sum is not finite
   if (p.rectifier.on) {
     float finite = 0;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) finite = fmaf(sum[j][i], 0, finite);
+      for (int i = 0; i < 4; ++i) finite = fmaf(sum[j][i] += term, 0, finite);
     }
     if (!is_finite(finite)) mark[0] = ~0u;
     p.rectifier(sum);
+    term = 0;
   }
-  const int row = lane / 4 * 2, run = row >> p.taps_shift;
-  const int height = (row & ((1 << p.taps_shift) - 1)) / kTaps;
-  uint32_t at = shared_address(to) + run * p.run_bytes + height * p.width.divisor * (kTaps * 2) + row % kTaps * 4;
-  if (p.skews) at += find_skew(p, find_planes_run(p, item, first_run + run, kTaps));
-  table += lane % 4 * kPlanesTableLane;
-  const bool stores = lane < 16 >> p.taps_shift;
-  if (stores) wait_for_bulk_reads();
+  uint32_t at = staging + pair;
+  if (p.skews)
+    at += find_skew(p, find_planes_run(p, item, first_run + (find_pair_row<kTaps>(p) >> p.taps_shift), kTaps));
+  if (elect_one()) wait_for_bulk_reads();
   __syncwarp();
   // Several at a time: a store would wait for its own place.
 #pragma unroll
   for (int first = 0; first < kBlocks; first += 4) {
-    const int4 v = load_places(table + first * 4);
-    const int places[4] = {v.x, v.y, v.z, v.w};
     uint32_t words[4][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i < kBlocks) join_taps<T, kTaps>(sum[first + i], words[i], lane);
+      if (first + i >= kBlocks) continue;
+      float (&s)[4] = sum[first + i];
+#pragma unroll
+      for (float& x : s) x += term;
+      join_taps<T, kTaps>(s, words[i], lane);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + i < kBlocks) stage_words<T>(words[i], at, places[i], mark);
+      if (first + i >= kBlocks) continue;
+      uint32_t place = places[(first + i) / 2];
+      asm volatile("" : "+r"(place));  // no copies of both halves
+      stage_words<T>(words[i], at, (first + i) % 2 == 0 ? place & 0xffff : place >> 16, mark);
     }
   }
   __syncwarp();
   if (__any_sync(~0u, ((mark[0] | mark[1]) & 0x7fff7fffu) != 0)) {
-    repair_runs<T, kTaps>(p, item, to, first_row);
+    repair_runs<T, kTaps>(p, item, static_cast<unsigned char*>(__cvta_shared_to_generic(staging)), first_row);
     __syncwarp();
   }
   fence_shared_writes();
   __syncwarp();
-  const int mine = first_run + lane;
-  if (stores && mine << p.taps_shift < p.rows) {
-    const int64_t place = find_planes_run(p, item, mine, kTaps);
-    store_run(static_cast<T*>(p.output) + place, shared_address(to) + lane * p.run_bytes + find_skew(p, place),
-              item.count << (p.taps_shift + 1));
+  if (elect_one()) {
+    const int runs = min(16 >> p.taps_shift, (p.rows >> p.taps_shift) - first_run);
+    const int bytes = item.count << (p.taps_shift + 1);
+    uint32_t source = staging;
+    int depth_tap = first_run;
+    p.kernel_depth(depth_tap);
+#pragma unroll 1
+    for (int i = 0; i < runs; ++i, source += p.run_bytes) {
+      store_run(static_cast<T*>(p.output) + target, source + find_skew(p, target), bytes);
+      target += p.output_plane;
+      if (++depth_tap == p.kernel_depth.divisor) target += p.next_channel, depth_tap = 0;
+    }
     commit_bulk();
   }
 #endif

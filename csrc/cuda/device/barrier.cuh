@@ -44,6 +44,12 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 #endif
 }
+// Makes barriers that this thread has initialized visible to bulk copies.
+__device__ __forceinline__ void fence_new_barriers() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 // Makes what this thread has written to shared memory visible to matrix units and bulk copies.
 __device__ __forceinline__ void fence_shared_writes() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
