@@ -148,15 +148,17 @@ def as_graphs(calls: Calls, timer: Timer, yardsticks: Collection[str]) -> tuple[
 
 
 def peak_megabytes(call: Callable, device: torch.device) -> float | None:
-    """The most memory that a call holds beyond what was there before, results included; None on a CPU."""
+    """The most memory that a call asks for beyond what was there before, results included; None on a CPU.
+
+    What is asked for, not what the allocator hands out: of a kept block, it may hand out up to 1 MB more.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # a kept block is handed out whole where up to 1 MB of it would be left, and counts whole
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats(device)
     call()
-    return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+    return (torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before) / 1e6
 
 
 @contextlib.contextmanager
