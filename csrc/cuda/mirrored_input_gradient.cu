@@ -79,11 +79,11 @@ cudaError_t launch_with(const Problem& problem, const void* grad_output, const v
 }
 
 // Float32 that is contiguous needs no memory but that of its result: all samples but the last one are made while the
-// workspace stands in the last one, its channels but the last ones while it stands in these, and these by this kernel.
+// workspace stands in the last one, its channels but the last while it stands in the last one, and that by this kernel.
 constexpr int64_t kPlaceAlignment = 256;
 
-struct LastChannelsParams {
-  const float *grad_output, *weight;  // the sample's; the first channel's
+struct LastChannelParams {
+  const float *grad_output, *weight;  // the sample's; the channel's
   float* grad_input;
   int columns, taps;
   bool taps_first;
@@ -95,14 +95,14 @@ struct LastChannelsParams {
 struct TapRange {
   int first, end, place;
 };
-__device__ TapRange taps_at(const LastChannelsParams& p, int axis, int position) {
+__device__ TapRange taps_at(const LastChannelParams& p, int axis, int position) {
   const int begin = position - p.padding[axis], step = p.dilation[axis];
   const int first = begin < 0 ? (step - 1 - begin) / step : 0;
   const int end = begin < p.out[axis] ? min(p.kernel[axis], (p.out[axis] - begin + step - 1) / step) : 0;
   return {first, end, begin + first * step};
 }
 
-__global__ void __launch_bounds__(kThreads) last_channels_kernel(const __grid_constant__ LastChannelsParams p) {
+__global__ void __launch_bounds__(kThreads) last_channel_kernel(const __grid_constant__ LastChannelParams p) {
   const int position = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   if (position >= p.positions) return;
   const int line = position / p.in[2];
@@ -110,7 +110,6 @@ __global__ void __launch_bounds__(kThreads) last_channels_kernel(const __grid_co
   const TapRange of_width = taps_at(p, 2, position % p.in[2]);
   const int next_tap = p.taps_first ? p.columns : 1, next_column = p.taps_first ? 1 : p.taps;
   const int64_t plane = int64_t{p.out[0]} * p.out[1] * p.out[2];
-  const float* const weights = p.weight + static_cast<int64_t>(blockIdx.y) * p.columns * p.taps;
   double sum = 0;
   for (int column = 0; column < p.columns; ++column) {
     float part = 0;
@@ -118,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) last_channels_kernel(const __grid_co
       for (int j = of_height.first, y = of_height.place; j < of_height.end; ++j, y += p.dilation[1]) {
         const float* grad = p.grad_output + column * plane + (int64_t{z} * p.out[1] + y) * p.out[2] + of_width.place;
         const float* weight =
-            weights + column * next_column + ((i * p.kernel[1] + j) * p.kernel[2] + of_width.first) * next_tap;
+            p.weight + column * next_column + ((i * p.kernel[1] + j) * p.kernel[2] + of_width.first) * next_tap;
 #pragma unroll 3
         for (int k = of_width.first; k < of_width.end; ++k, grad += p.dilation[2], weight += next_tap) {
           part += *grad * *weight;
@@ -127,48 +126,43 @@ __global__ void __launch_bounds__(kThreads) last_channels_kernel(const __grid_co
     }
     sum += part;
   }
-  p.grad_input[static_cast<int64_t>(blockIdx.y) * p.positions + position] = static_cast<float>(sum);
+  p.grad_input[position] = static_cast<float>(sum);
 }
 
-// All samples but the last one; of that one all channels but `kept`.
+// All samples but the last one; of that one all channels but the last.
 Problem first_samples(const Problem& problem) {
   Problem part = problem;
   --part.batch;
   return part;
 }
-Problem last_sample(const Problem& problem, int64_t kept) {
+Problem last_sample(const Problem& problem) {
   Problem part = problem;
   part.batch = 1;
-  part.in_channels -= kept;
+  --part.in_channels;
   return part;
 }
 
-// How many channels of the last sample are made by the slower kernel; 0: it does not work without a workspace.
-int find_kept_channels(const Problem& problem) {
+bool works_in_place(const Problem& problem) {
   constexpr int64_t kPlanes = 128;  // the slower kernel makes one of at least so many
   constexpr double kLong = 0.5;     // milliseconds that hide more launches
-  if (problem.dtype != DType::kFloat32 || problem.allow_tf32 || problem.layout != Layout::kContiguous) return 0;
-  if (problem.groups != 1 || problem.batch < 2 || problem.in_channels < 16) return 0;
-  if (mirrored_gradient_cost_ms(problem) < kLong || problem.in_positions() >= int64_t{1} << 30) return 0;
-  const int64_t plane = problem.in_positions() * problem.element_size();
-  const auto planes = [&](const Problem& part) {
-    return ceil_div(workspace_bytes(part, nullptr) + kPlaceAlignment, plane);
-  };
-  const Problem first = first_samples(problem), most = last_sample(problem, 1);
-  if (!mirrored_gradient_refusal(first).empty() || !mirrored_gradient_refusal(most).empty()) return 0;
-  const int64_t kept = planes(most);
-  if (kept * kPlanes > problem.batch * problem.in_channels || problem.in_channels - kept < 8) return 0;
-  const Problem last = last_sample(problem, kept);
-  const bool fits = mirrored_gradient_refusal(last).empty() && planes(last) <= kept;
-  return fits && planes(first) <= problem.in_channels ? static_cast<int>(kept) : 0;
+  if (problem.dtype != DType::kFloat32 || problem.allow_tf32 || problem.layout != Layout::kContiguous) return false;
+  if (problem.groups != 1 || problem.batch < 2 || problem.in_channels < 16) return false;
+  if (problem.batch * problem.in_channels < kPlanes || mirrored_gradient_cost_ms(problem) < kLong) return false;
+  if (problem.in_positions() >= int64_t{1} << 30) return false;
+  for (const Problem& part : {first_samples(problem), last_sample(problem)}) {
+    if (!mirrored_gradient_refusal(part).empty()) return false;
+    if (workspace_bytes(part, nullptr) + kPlaceAlignment > problem.in_positions() * problem.element_size())
+      return false;
+  }
+  return true;
 }
 
-cudaError_t launch_last_channels(const Problem& problem, int kept, const float* grad_output, const float* weight,
-                                 float* grad_input, cudaStream_t stream) {
-  LastChannelsParams p{};
+cudaError_t launch_last_channel(const Problem& problem, const float* grad_output, const float* weight,
+                                float* grad_input, cudaStream_t stream) {
+  LastChannelParams p{};
   p.grad_output = grad_output, p.grad_input = grad_input;
   p.columns = static_cast<int>(problem.out_channels), p.taps = static_cast<int>(problem.kernel_positions());
-  p.weight = weight + (problem.in_channels - kept) * p.columns * p.taps;
+  p.weight = weight + (problem.in_channels - 1) * p.columns * p.taps;
   p.taps_first = problem.weight_layout == Layout::kChannelsLast;
   p.positions = static_cast<int>(problem.in_positions());
   for (int a = 0; a < 3; ++a) {
@@ -178,39 +172,39 @@ cudaError_t launch_last_channels(const Problem& problem, int kept, const float* 
     p.dilation[a] = static_cast<int>(axis.dilation);
   }
   const unsigned blocks = static_cast<unsigned>(ceil_div(problem.in_positions(), int64_t{kThreads}));
-  last_channels_kernel<<<dim3(blocks, kept), kThreads, 0, stream>>>(p);
+  last_channel_kernel<<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
-cudaError_t launch_in_place(const Problem& problem, int kept, const float* grad_output, const float* weight,
-                            float* grad_input, cudaStream_t stream) {
+cudaError_t launch_in_place(const Problem& problem, const float* grad_output, const float* weight, float* grad_input,
+                            cudaStream_t stream) {
   const int64_t image = problem.in_positions(), last = (problem.batch - 1) * problem.in_channels * image;
   const auto aligned = [](float* place) {
     return reinterpret_cast<void*>(round_up(reinterpret_cast<int64_t>(place), kPlaceAlignment));
   };
   float* const sample = grad_input + last;
-  float* const planes = sample + (problem.in_channels - kept) * image;
+  float* const plane = sample + (problem.in_channels - 1) * image;
   cudaError_t error = launch_with(first_samples(problem), grad_output, weight, grad_input, aligned(sample), stream);
   grad_output += (problem.batch - 1) * problem.out_channels * problem.out_positions();
   if (error == cudaSuccess) {
-    error = launch_with(last_sample(problem, kept), grad_output, weight, sample, aligned(planes), stream);
+    error = launch_with(last_sample(problem), grad_output, weight, sample, aligned(plane), stream);
   }
-  return error == cudaSuccess ? launch_last_channels(problem, kept, grad_output, weight, planes, stream) : error;
+  return error == cudaSuccess ? launch_last_channel(problem, grad_output, weight, plane, stream) : error;
 }
 
 }  // namespace
 
 int64_t mirrored_input_gradient_workspace(const Problem& problem, const void* grad_output, const void* /*input*/,
                                           const void* /*weight*/) {
-  return last_result<find_kept_channels>(problem) > 0 ? 0 : workspace_bytes(problem, grad_output);
+  return last_result<works_in_place>(problem) ? 0 : workspace_bytes(problem, grad_output);
 }
 
 cudaError_t launch_mirrored_input_gradient(const Problem& problem, const void* grad_output, const void* weight,
                                            void* grad_input, void* workspace, cudaStream_t stream) {
   if (problem.in_elements() == 0) return cudaSuccess;
   if (!mirrored_gradient_refusal(problem).empty()) return cudaErrorNotSupported;
-  if (const int kept = last_result<find_kept_channels>(problem); kept > 0) {
-    return launch_in_place(problem, kept, static_cast<const float*>(grad_output), static_cast<const float*>(weight),
+  if (last_result<works_in_place>(problem)) {
+    return launch_in_place(problem, static_cast<const float*>(grad_output), static_cast<const float*>(weight),
                            static_cast<float*>(grad_input), stream);
   }
   return launch_with(problem, grad_output, weight, grad_input, workspace, stream);
