@@ -4,6 +4,7 @@
 #include "dense_gradient.cuh"
 #include "device/barrier.cuh"
 #include "device/copy.cuh"
+#include "device/copy_groups.cuh"
 
 namespace fastconvt::cuda {
 
@@ -15,20 +16,6 @@ __device__ __forceinline__ void init_full(uint32_t barriers, int producers) {
 __device__ __forceinline__ void arrive_full(uint32_t barrier) {
   mbarrier_arrive_after_copies(barrier);
   mbarrier_arrive(barrier);
-}
-
-// Copies kBytes; zeros where nothing exists.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(exists ? 4 : 0)
-                 : "memory");
-  }
-#endif
 }
 
 // kItems places that are copied at a time: offsets from the first channel's first element, in elements, and bits of the
@@ -74,7 +61,7 @@ __device__ __forceinline__ void copy_granules_async(const DenseSource& s, const 
     for (int plane = 0; plane < planes; ++plane, from += s.plane, target += plane_bytes, channels -= s.plane_channels) {
       const bool all = mask == kWholeGranule<T> && channels >= s.plane_channels, none = mask == 0 || channels <= 0;
       if (all || none) {
-        copy_async<16>(shared_address(target), all ? from : base, all);
+        copy_or_zero<16>(shared_address(target), all ? from : base, all);
       } else {
         *reinterpret_cast<DenseGranule<T>*>(target) = load_part(s, base, static_cast<int>(from - base), mask, channels);
       }
@@ -85,7 +72,7 @@ __device__ __forceinline__ void copy_granules_async(const DenseSource& s, const 
 #pragma unroll
       for (int e = 0; e < kUnit; ++e) {
         const bool exists = (s.plane_channels == 1 ? channels > 0 : e < channels) && (mask >> e & 1);
-        copy_async<4>(shared_address(target) + 4 * e, exists ? from + e * s.element : base, exists);
+        copy_or_zero<4>(shared_address(target) + 4 * e, exists ? from + e * s.element : base, exists);
       }
     }
   }

@@ -12,7 +12,7 @@ constexpr int kDenseEntry = kPrecision == DensePrecision::kFloat32 ? 16 : 8;  //
 
 __device__ __forceinline__ void copy_words(const char* from, char* to, int bytes, int thread, int threads) {
 #pragma unroll 4
-  for (int i = thread * 16; i < bytes; i += threads * 16) copy_async<16>(shared_address(to + i), from + i, true);
+  for (int i = thread * 16; i < bytes; i += threads * 16) copy_or_zero<16>(shared_address(to + i), from + i, true);
 }
 
 // Where a warp's operands are: steps' granules, its rows, its weights.

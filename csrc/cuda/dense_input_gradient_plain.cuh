@@ -39,8 +39,8 @@ __device__ __forceinline__ void stage_plain_weights(const DenseParams& p, int gr
       in_channel = unit;
       const int channel = p.by_weight_channel(in_channel);
       const bool exists = column < rows && unit < exist;
-      copy_async<16>(target + column * p.weight_row * 4 + unit * 16 + channel * gap,
-                     exists ? from + column * row + unit * 4 : weights, exists);
+      copy_or_zero<16>(target + column * p.weight_row * 4 + unit * 16 + channel * gap,
+                       exists ? from + column * row + unit * 4 : weights, exists);
     }
     return;
   }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void stage_plain_weights(const DenseParams& p, int gr
 #pragma unroll 4
     for (int column = thread / 32; column < columns; column += threads / 32) {
       const bool exists = in_kernel && column < rows;
-      copy_async<4>(to + column * p.weight_row * 4, exists ? from + column * row + offset : weights, exists);
+      copy_or_zero<4>(to + column * p.weight_row * 4, exists ? from + column * row + offset : weights, exists);
     }
   }
 }

@@ -33,7 +33,7 @@ __device__ __forceinline__ void stage_inputs(const DenseParams& p, const DenseTa
 #pragma unroll 4
     for (; channel < columns; channel += apart, from += apart * p.input.element, to += apart * p.input_row_bytes) {
       const bool copied = exists && channel < channels;
-      copy_async<16>(to, copied ? from : inputs, copied);
+      copy_or_zero<16>(to, copied ? from : inputs, copied);
     }
     return;
   }

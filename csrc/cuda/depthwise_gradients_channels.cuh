@@ -8,19 +8,11 @@
 #include "depthwise_gradients_repair.cuh"
 #include "depthwise_gradients_stage.cuh"
 #include "depthwise_gradients_thread.cuh"
+#include "device/tensor_copy.cuh"
 
 namespace fastconvt::cuda {
 
 #ifdef FASTCONVT_DEPTHWISE_GRADIENTS
-
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int channel, int x, int y, int z,
-                                         int sample, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(target),
-      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(z), "r"(sample), "r"(barrier)
-      : "memory");
-}
 
 // Starts the copies of a stage; one warp calls it.
 template <class Traits>
@@ -34,9 +26,9 @@ __device__ __forceinline__ void copy_boxes(const DepthwiseGradientsParams& p, co
                  : "memory");
     const DepthwiseUnit unit(p, at.turn * p.slots + lane);
     const int z = unit.z + at.depth_base, y = unit.y + at.slab * p.bases;
-    copy_box(shared_address(stage + lane * p.grad_slot), grad_map, channel, unit.x * Traits::kStride - Traits::kMargin,
+    load_box(shared_address(stage + lane * p.grad_slot), grad_map, channel, unit.x * Traits::kStride - Traits::kMargin,
              y * height.stride - height.padding, z * depth.stride - depth.padding, unit.sample, barrier);
-    copy_box(shared_address(stage + p.input_place + lane * p.input_slot), input_map, channel, unit.x, y,
+    load_box(shared_address(stage + p.input_place + lane * p.input_slot), input_map, channel, unit.x, y,
              z - (Traits::kDepth - 1), unit.sample, barrier);
   }
   __syncwarp();

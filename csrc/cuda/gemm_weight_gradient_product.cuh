@@ -23,19 +23,6 @@ struct GemmWeightMaps {
   CUtensorMap input[kPlanes], grad[kPlanes], output;
 };
 
-// A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, const int (&at)[5],
-                                         uint32_t barrier) {
-#ifdef FASTCONVT_GEMM_WEIGHT
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7];"
-      :
-      : "r"(target), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier)
-      : "memory");
-#endif
-}
-
 // The upper half of a descriptor: the swizzle, and how far groups of eight positions are apart, in 16 bytes.
 __device__ __forceinline__ uint32_t positions_form(int swizzle, int group_pitch) {
   return static_cast<uint32_t>(swizzle) << 30 | static_cast<uint32_t>(group_pitch);

@@ -6,6 +6,7 @@
 
 #include "device/barrier.cuh"
 #include "device/numeric.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 
 namespace fastconvt::cuda {
@@ -41,13 +42,7 @@ __device__ __forceinline__ void load_positions(uint32_t target, const CUtensorMa
 // Weights of a tap: channels of the output by channels of the input.
 __device__ __forceinline__ void load_weights(uint32_t target, const CUtensorMap* map, int out_channel, int tap,
                                              int in_channel, uint32_t barrier) {
-#ifdef FASTCONVT_GRADIENT_GEMM
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(target),
-      "l"(map), "r"(out_channel), "r"(tap), "r"(in_channel), "r"(barrier)
-      : "memory");
-#endif
+  load_box(target, map, out_channel, tap, in_channel, barrier);
 }
 
 // The operand that starts at a shared address, in units of 16 bytes: groups of eight rows are `form`'s distance apart.

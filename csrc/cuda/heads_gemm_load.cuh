@@ -2,24 +2,13 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/copy_groups.cuh"
 #include "device/shared_address.cuh"
 #include "heads_gemm_params.cuh"
 
 namespace fastconvt::cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-// kCount floats, or zeros.
-template <int kCount>
-__device__ __forceinline__ void heads_gemm_copy(uint32_t target, const float* source, bool exists) {
-  const int bytes = exists ? kCount * 4 : 0;
-  if constexpr (kCount == 4) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(target), "l"(source), "r"(bytes), "n"(kCount * 4)
-                 : "memory");
-  }
-}
 
 // All weights on their way to the L2 cache, a block's share each.
 __device__ __forceinline__ void heads_gemm_prefetch(const HeadsGemmParams& p) {
@@ -123,8 +112,8 @@ struct HeadsGemmFeeder {
       for (int i = thread / kParts; i < Traits::kHeld; i += Traits::kFeeders / kParts) {
         const int place = places[i];
         const bool exists = place >= 0 && part < left;
-        heads_gemm_copy<kVector>(target + (i * kPitch + part) * 4,
-                                 exists ? input + place * p.in.axis[2] + part : p.input, exists);
+        copy_or_zero<kVector * 4>(target + (i * kPitch + part) * 4,
+                                  exists ? input + place * p.in.axis[2] + part : p.input, exists);
       }
     } else {
 #pragma unroll 1
@@ -134,7 +123,7 @@ struct HeadsGemmFeeder {
 #pragma unroll
         for (int c = 0; c < kHeadsGemmChannels; ++c) {
           const bool exists = place >= 0 && c < left;
-          heads_gemm_copy<kVector>(target + (c * kPitch + i) * 4, exists ? source : p.input, exists);
+          copy_or_zero<kVector * 4>(target + (c * kPitch + i) * 4, exists ? source : p.input, exists);
           source += p.in.channel;
         }
       }

@@ -206,19 +206,11 @@ __device__ __forceinline__ void heads_make_tables(const HeadsGradientParams& p, 
 // Copies kBytes; zeros where nothing `exists`.
 template <int kBytes, typename T>
 __device__ __forceinline__ void heads_copy(T* target, const T* source, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   if constexpr (kBytes == 2) {
     *target = exists ? __ldg(source) : T{};
-  } else if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(target)), "l"(source),
-                 "r"(exists ? kBytes : 0), "n"(kBytes)
-                 : "memory");
+    copy_or_zero<kBytes>(shared_address(target), source, exists);
   }
-#endif
 }
 
 // Calls function() `count` times, four of them without a branch between: each costs some instructions for the first

@@ -6,6 +6,7 @@
 // the rests of both.
 #pragma once
 
+#include "device/copy_groups.cuh"
 #include "device/shared_address.cuh"
 #include "overlap_add_params.cuh"
 #include "overlap_add_words.cuh"
@@ -313,7 +314,7 @@ class OverlapAddStage {
       const int offset = positions[i];
       const bool exists = offset >= 0 && channel < p.group_in;
       const uint32_t bytes = static_cast<uint32_t>(max(offset, 0)) * static_cast<uint32_t>(sizeof(T));
-      overlap_add_copy_16(to + i * 16, from + bytes, exists);
+      copy_or_zero<16>(to + i * 16, from + bytes, exists);
     }
     if constexpr (kRounds) {
       asm volatile("cp.async.wait_all;" ::: "memory");

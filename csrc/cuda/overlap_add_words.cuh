@@ -15,11 +15,6 @@ __device__ __forceinline__ uint32_t overlap_add_load_half(const void* source, bo
                : "l"(source), "r"(static_cast<int>(exists)));
   return word;
 }
-// 16 bytes of shared memory, or zeros.
-__device__ __forceinline__ void overlap_add_copy_16(uint32_t target, const void* source, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
-               : "memory");
-}
 __device__ __forceinline__ void overlap_add_load(uint32_t (&word)[4], uint32_t source) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])

@@ -3,36 +3,16 @@
 #pragma once
 
 #include "device/barrier.cuh"
+#include "device/copy_groups.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
+#include "device/tensor_copy.cuh"
 #include "phase_direct_product.cuh"
 
 namespace fastconvt::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ void phase_direct_load(uint32_t target, const CUtensorMap* map, int x, int y, int plane,
-                                                  uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(plane), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void phase_direct_load(uint32_t target, const CUtensorMap* map, int channel, int x, int y,
-                                                  int n, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(target),
-      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(n), "r"(barrier)
-      : "memory");
-}
-// 4 bytes, or zeros.
-__device__ __forceinline__ void phase_direct_copy(uint32_t target, const float* source, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(exists ? 4 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void phase_direct_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void phase_direct_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -151,15 +131,15 @@ struct PhaseDirectKernel {
         const uint32_t barrier = barriers + to * 8;
         mbarrier_arrive_expecting(barrier, Traits::kPitch * Traits::kHeight * 4 * Traits::kCopied);
         if constexpr (Traits::kPixels) {
-          phase_direct_load(shared_address(stages), &p.map, next, x, y, n, barrier);
+          load_box(shared_address(stages), &p.map, next, x, y, n, barrier);
         } else {
-          phase_direct_load(shared_address(stages + to * Traits::kPlane), &p.map, x, y, n * p.channels + next, barrier);
+          load_box(shared_address(stages + to * Traits::kPlane), &p.map, x, y, n * p.channels + next, barrier);
         }
       }
       next += Traits::kPixels ? Traits::kCopied : Traits::kWarps;
       if (--left == 0) begin_tile();
     }
-    if constexpr (Traits::kFill == PhaseDirectFill::kElements) phase_direct_commit();
+    if constexpr (Traits::kFill == PhaseDirectFill::kElements) commit_copies();
   }
   // A lane a column; what is left of the rows together.
   __device__ __forceinline__ void copy_elements(uint32_t to) const {
@@ -175,8 +155,7 @@ struct PhaseDirectKernel {
     const bool exists = static_cast<unsigned>(iy) < static_cast<unsigned>(p.in[0]) &&
                         static_cast<unsigned>(ix) < static_cast<unsigned>(p.in[1]);
     const int64_t position = static_cast<int64_t>(iy) * p.in[1] + ix;
-    phase_direct_copy(to + (row * Traits::kPitch + column) * 4, exists ? from + position * p.in_pixel : p.input,
-                      exists);
+    copy_or_zero<4>(to + (row * Traits::kPitch + column) * 4, exists ? from + position * p.in_pixel : p.input, exists);
   }
 
   // All weights of the output channel, in the order of their use.
@@ -189,10 +168,10 @@ struct PhaseDirectKernel {
     for (int i = threadIdx.x; i < p.group_in * kTaps; i += Traits::kThreads) {
       const int c = i / kTaps, tap = i - c * kTaps, row = tap / Traits::kKernel;
       const int place = Traits::row_place(row) * Traits::kKernel + tap - row * Traits::kKernel;
-      phase_direct_copy(shared_address(weights + c * Traits::kWeights + place), from + c * pitch + tap * p.weight_tap,
-                        true);
+      copy_or_zero<4>(shared_address(weights + c * Traits::kWeights + place), from + c * pitch + tap * p.weight_tap,
+                      true);
     }
-    phase_direct_commit();
+    commit_copies();
     phase_direct_wait<0>();
   }
 

@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy_inputs(const PhasePixelsShared& shared, con
       const uint32_t loaded = barriers.loaded(buffers.place);
       mbarrier_wait(barriers.free(buffers.place), buffers.parity ^ 1);
       mbarrier_arrive_expecting(loaded, p.copied_bytes);
-      tensor_load(base + p.inputs_at + buffers.place * p.buffer_bytes, map, at, loaded);
+      load_box(base + p.inputs_at + buffers.place * p.buffer_bytes, map, at, loaded);
       at[0] += p.chunk;
     }
   }
@@ -168,7 +168,7 @@ __device__ __forceinline__ void copy_weights(const PhasePixelsShared& shared, co
               at[2] = now[u].offset;
               for (int c = 0; c < p.unit_columns; c += 64) {
                 at[0] = column + c + u * odd_column;
-                tensor_load(to + c / 64 * p.weight_block_bytes + i * p.weight_tap_bytes, map, at, full);
+                load_box(to + c / 64 * p.weight_block_bytes + i * p.weight_tap_bytes, map, at, full);
               }
               for (int k = 0; k < copied; ++k) now[u].advance(walks[u]);
             }

@@ -6,8 +6,10 @@
 #include "device/barrier.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
+#include "device/prefetch_map.cuh"
 #include "device/shared_address.cuh"
 #include "device/store_matrices.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "phase_pixels_params.h"
 
@@ -24,37 +26,6 @@ struct PhasePixelsRing {
     if (++place == places) place = 0, parity ^= 1;
   }
 };
-
-// A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
-__device__ __forceinline__ void tensor_load(uint32_t target, const CUtensorMap* map, const int (&at)[5],
-                                            uint32_t barrier) {
-#ifdef FASTCONVT_PHASE_PIXELS
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7];"
-      :
-      : "r"(target), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier)
-      : "memory");
-#endif
-}
-
-// The same of four dimensions.
-__device__ __forceinline__ void tensor_load(uint32_t target, const CUtensorMap* map, const int (&at)[4],
-                                            uint32_t barrier) {
-#ifdef FASTCONVT_PHASE_PIXELS
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6];"
-      :
-      : "r"(target), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier)
-      : "memory");
-#endif
-}
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-#ifdef FASTCONVT_PHASE_PIXELS
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-#endif
-}
 
 // Bulk stores from shared memory: addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_store(void* target, uint32_t source, int bytes) {

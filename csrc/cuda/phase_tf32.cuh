@@ -161,7 +161,7 @@ __device__ __forceinline__ void copy_tasks(const PhaseTf32Shared& shared, const 
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       mbarrier_wait(barriers.free(buffers.place), buffers.parity ^ 1);
       mbarrier_arrive_expecting(barriers.loaded(buffers.place), p.copied_bytes);
-      copy_box(base + p.inputs_at + buffers.place * p.buffer_bytes, map, at, barriers.loaded(buffers.place));
+      load_box(base + p.inputs_at + buffers.place * p.buffer_bytes, map, at, barriers.loaded(buffers.place));
       buffers.advance(p.buffers);
       at[0] += p.chunk;
       for (int tap = 0; tap < taps; tap += p.taps_per_stage, stages.advance(p.stages)) {

@@ -7,23 +7,11 @@
 #include "device/dependent_launch.cuh"
 #include "device/numeric.cuh"
 #include "device/shared_address.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "phase_tma_params.h"
 
 namespace fastconvt::cuda {
-
-// A box of a tensor of five dimensions. Coordinates may lie outside: zeros are there.
-__device__ __forceinline__ void tensor_load(uint32_t target, const CUtensorMap* map, const int (&at)[5],
-                                            uint32_t barrier) {
-#ifdef FASTCONVT_WGMMA
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7];"
-      :
-      : "r"(target), "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier)
-      : "memory");
-#endif
-}
 
 // Registers of a thread that multiplies, where one or two warpgroups of a block do, and of one that copies.
 template <int kWarpgroups>

@@ -82,21 +82,6 @@ __device__ __forceinline__ unsigned memory_index(const T* element) {
 
 __device__ __forceinline__ int skew_of(const RowSource& source, unsigned index) { return index & (source.vector - 1); }
 
-// Copies kBytes; zeros where nothing `exists`.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool exists) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(target), "l"(source), "r"(exists ? kBytes : 0),
-                 "n"(kBytes)
-                 : "memory");
-  }
-#endif
-}
-
 // Copies the 16 bytes at a row's beginning or end that hold elements of the row before or after it: lanes 0 to 15 the
 // beginning, the others the end, of four channels, 4 bytes each. `origin` is the column of the first place.
 template <typename T>
@@ -114,7 +99,7 @@ __device__ __forceinline__ void stage_edges(const RowSource& source, const T* ro
     const T* element = row + static_cast<int64_t>(channel - kind) * source.channel + place;
     T* to = stage + channel * pitch + place;
     if (begins == ends) {
-      copy_async<4>(shared_address(to), begins ? element : row, begins);
+      copy_or_zero<4>(shared_address(to), begins ? element : row, begins);
     } else {  // two bytes of each
       to[0] = begins ? element[0] : T{};
       to[kUnit - 1] = ends ? element[kUnit - 1] : T{};
@@ -145,14 +130,14 @@ __device__ __forceinline__ void stage_aligned(int thread, const RowSource& sourc
 #pragma unroll 1
     for (; channel + 3 * apart < existing; channel += 4 * apart) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i, element += step, target += target_step) copy_async<kBytes>(target, element, exists);
+      for (int i = 0; i < 4; ++i, element += step, target += target_step) copy_or_zero<kBytes>(target, element, exists);
     }
 #pragma unroll 1
     for (; channel < existing; channel += apart, element += step, target += target_step) {
-      copy_async<kBytes>(target, element, exists);
+      copy_or_zero<kBytes>(target, element, exists);
     }
 #pragma unroll 1
-    for (; channel < channels; channel += apart, target += target_step) copy_async<kBytes>(target, from, false);
+    for (; channel < channels; channel += apart, target += target_step) copy_or_zero<kBytes>(target, from, false);
   }
 }
 
@@ -186,14 +171,14 @@ __device__ __forceinline__ void stage_vectors(int thread, const RowSource& sourc
       for (; channel < existing; channel += kVector, element += step, target += 16 * pitch) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
-          if (copied[i]) copy_async<16>(target + 512 * i, element + 32 * kVector * i, whole[i]);
+          if (copied[i]) copy_or_zero<16>(target + 512 * i, element + 32 * kVector * i, whole[i]);
         }
       }
 #pragma unroll 1
       for (; channel < channels; channel += kVector, target += 16 * pitch) {
 #pragma unroll
         for (int i = 0; i < kUnroll; ++i) {
-          if (base + 32 * i < vectors) copy_async<16>(target + 512 * i, from, false);
+          if (base + 32 * i < vectors) copy_or_zero<16>(target + 512 * i, from, false);
         }
       }
     }
@@ -223,7 +208,7 @@ __device__ __forceinline__ void stage_row(int thread, const RowSource& source, c
     const T* element = from + (exists ? channel + static_cast<int64_t>(first + c) * source.column : 0);
     T* target = stage + channel * pitch + c;
     if constexpr (sizeof(T) == 4) {
-      copy_async<4>(shared_address(target), element, exists);
+      copy_or_zero<4>(shared_address(target), element, exists);
     } else {
       *target = exists ? *element : T{};
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/rows_mma.h"
+#include "device/copy_groups.cuh"
 #include "epilogue.cuh"
 #include "params.h"
 #include "rectifier.h"
@@ -113,15 +114,7 @@ struct alignas(sizeof(T) * 4) RowsMmaQuad {
   uint32_t word[sizeof(T)];
 
   // Asynchronously; `this` is in shared memory.
-  __device__ void request(const T* at, bool exists) {
-    const uint32_t to = shared_address(this);
-    const int size = exists ? sizeof(*this) : 0;  // the rest becomes zero
-    if constexpr (sizeof(T) == 4) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(at), "r"(size) : "memory");
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(at), "r"(size) : "memory");
-    }
-  }
+  __device__ void request(const T* at, bool exists) { copy_or_zero<4 * sizeof(T)>(shared_address(this), at, exists); }
 
   __device__ void load(const T* at, bool exists) {
 #pragma unroll
@@ -165,12 +158,12 @@ class RowsMmaInputRows {
         cell += blockDim.x;
       });
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   }
 
   // Writes what has come.
   __device__ void store(const RowsMmaParams& p, const RowsMmaUnit<T>& unit, int y, uint32_t* row) const {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    wait_for_groups(0);
     const T* const source = unit.input_row(p, y);
     if (source == nullptr) return;
     if (!p.vector_input) return copy_elements(p, source, unit.column, row);

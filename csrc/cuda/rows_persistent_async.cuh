@@ -4,6 +4,7 @@
 
 #include "device/barrier.cuh"
 #include "device/bulk.cuh"
+#include "device/copy_groups.cuh"
 
 namespace fastconvt::cuda {
 
@@ -12,15 +13,7 @@ namespace fastconvt::cuda {
 // `bytes` of a row, or zeros.
 template <int bytes>
 __device__ inline void copy_or_clear_async(void* target, const void* source, bool exists) {
-  if constexpr (bytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(target)), "l"(source), "n"(bytes),
-                 "r"(exists ? bytes : 0)
-                 : "memory");
-  }
+  copy_or_zero<bytes>(shared_address(target), source, exists);
 }
 
 // The barriers of device/barrier.cuh, by pointers.

@@ -6,18 +6,11 @@
 #pragma once
 
 #include "device/bulk.cuh"
+#include "device/tensor_copy.cuh"
 #include "shuffle_gemm_copy.cuh"
 
 namespace fastconvt::cuda {
 
-__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t source, int x, int y, int z, int u, int v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(map), "r"(x),
-      "r"(y), "r"(z), "r"(u), "r"(v), "r"(source)
-      : "memory");
-#endif
-}
 // Until they have been written, and this thread sees it.
 __device__ __forceinline__ void wait_for_bulk_stores() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

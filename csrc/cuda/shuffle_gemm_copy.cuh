@@ -6,6 +6,8 @@
 
 #include "device/barrier.cuh"
 #include "device/elect.cuh"
+#include "device/prefetch_map.cuh"
+#include "device/tensor_copy.cuh"
 #include "shuffle_gemm_product.cuh"
 #include "shuffle_gemm_store.cuh"
 
@@ -28,35 +30,6 @@ struct ShuffleGemmRing {
     while (place >= places) place -= places, parity ^= 1;
   }
 };
-
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-#ifdef FASTCONVT_SHUFFLE_GEMM
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-#endif
-}
-
-// A box of a tensor of four or five dimensions. Coordinates may lie outside: zeros are there.
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int u,
-                                         uint32_t barrier) {
-#ifdef FASTCONVT_SHUFFLE_GEMM
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(barrier)
-      : "memory");
-#endif
-}
-
-__device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int x, int y, int z, int u, int v,
-                                         uint32_t barrier) {
-#ifdef FASTCONVT_SHUFFLE_GEMM
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
-      "%6}], [%7];" ::"r"(target),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v), "r"(barrier)
-      : "memory");
-#endif
-}
 
 // Where inputs of a tile begin.
 struct ShuffleGemmSource {
