@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into .venv, and tests what was installed: style, the test-suite (tests that need a GPU
-# are skipped and counted where there is none), the kernels' registers, half a minute of the fuzzer, and the library for
-# C++ programs.
+# are skipped and counted where there is none), the kernels' registers, a minute of the fuzzer, and the library for C++
+# programs.
 source "$(dirname "$0")/setup.sh"
 
 use_environment
@@ -28,7 +28,7 @@ say "the tests"
 python -m pytest
 device=$(python -c 'from fastconvt.bench.device import choose_device; print(choose_device()[0].type)')
 say "the fuzzer, on $device"
-python -m tests.fuzz --seconds 30 --device "$device"
+python -m tests.fuzz --seconds 60 --device "$device"
 
 say "the library for C++ programs"
 install cmake
