@@ -86,7 +86,7 @@ __device__ __forceinline__ bool shares_item(const GradientGemmParams& p) {
 // Copies what an item needs, each stage as soon as its place is free.
 __device__ __forceinline__ void copy_item(const GradientGemmParams& p, const CUtensorMap* positions,
                                           const CUtensorMap* weights, uint32_t base, const GradientGemmWalk& walk,
-                                          GradientGemmRing& ring) {
+                                          BarrierRing& ring) {
   const GradientGemmBarriers barriers{base};
   const GradientGemmItem item = find_item(p, walk.index);
   int at[5], image = item.first_position;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void copy_items(const GradientGemmParams& p, const CU
                                            const CUtensorMap* weights, uint32_t base, int rank) {
   if (!p.ready) wait_for_previous_grid();  // for the packed tensors
   let_next_grid_begin();                   // it may rely on them, too
-  GradientGemmRing ring;
+  BarrierRing ring;
   for (GradientGemmWalk walk(p, rank); walk.exists(p); walk.advance(p, rank)) {
     if constexpr (kForm != GradientGemmForm::kIm2col) {
       copy_windows<kIsOfWeight<kForm>>(p, weights, base, walk.begin, walk.end, find_item(p, walk.index), ring);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void copy_items(const GradientGemmParams& p, const CU
 // The products of an item's stages [begin, end).
 template <typename T, int kRowTiles, int kTiles>
 __device__ __forceinline__ void multiply_item(const GradientGemmParams& p, uint32_t base, int warpgroup, int count,
-                                              GradientGemmRing& ring, float (&sum)[kRowTiles][kTiles][4]) {
+                                              BarrierRing& ring, float (&sum)[kRowTiles][kTiles][4]) {
   constexpr int kSteps = 4;  // of 32 bytes a row
   const GradientGemmBarriers barriers{base};
   const uint32_t form = gradient_operand_form(p.swizzle, 8 * p.chunk_bytes);
@@ -276,7 +276,7 @@ __device__ __forceinline__ void finish_item(const GradientGemmParams& p, const G
 template <typename T, int kRowTiles, int kTiles, GradientGemmForm kForm>
 __device__ __forceinline__ void multiply_items(const GradientGemmParams& p, uint32_t base, int rank) {
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
-  GradientGemmRing ring;
+  BarrierRing ring;
   int parity = 0;
   float sum[kRowTiles][kTiles][4];
   for (GradientGemmWalk walk(p, rank); walk.exists(p); walk.advance(p, rank)) {
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
       mbarrier_init(barriers.staged(i), 128);
       mbarrier_init(barriers.stored(i), 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_new_barriers();
   }
   __syncthreads();
   const int rank = p.splits > 1 ? cluster_rank() : 0;
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kGradientGemmThreads, 1)
       __syncwarp();
     }
     if constexpr (kIsOfWeight<kForm>) {
-      GradientGemmRing ring;
+      BarrierRing ring;
       for (GradientGemmWalk walk(p, rank); warp == 2 && p.bias != nullptr && walk.exists(p); walk.advance(p, rank)) {
         sum_windows<T>(p, base, find_item(p, walk.index), p.inner, ring);
       }

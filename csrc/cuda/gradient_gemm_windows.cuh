@@ -19,13 +19,6 @@ struct GradientGemmBarriers {
   __device__ __forceinline__ uint32_t stored(int warpgroup) const { return staged(2 + warpgroup); }
 };
 
-struct GradientGemmRing {
-  int place = 0, parity = 0;
-  __device__ __forceinline__ void advance(int places) {
-    if (++place == places) place = 0, parity ^= 1;
-  }
-};
-
 __device__ __forceinline__ uint32_t first_stage(uint32_t base) { return base + kGradientGemmHeader; }
 
 // Neighbours in memory, in whole vectors.
@@ -55,7 +48,7 @@ __device__ __forceinline__ void find_images(const GradientGemmParams& p, int fir
 // an image and its window.
 template <bool kOfWeight>
 __device__ __forceinline__ void copy_windows(const GradientGemmParams& p, const CUtensorMap* columns_map, uint32_t base,
-                                             int begin, int end, const GradientGemmItem& item, GradientGemmRing& ring) {
+                                             int begin, int end, const GradientGemmItem& item, BarrierRing& ring) {
   const GradientGemmBarriers barriers{base};
   int first = 0, images = 1;
   if (!kOfWeight) find_images(p, item.first_position, first, images);
@@ -146,7 +139,7 @@ struct GradientGemmWindowPlaces {
 // The products of an item's stages. While the ones of a stage run, the next one's rows come to registers.
 template <typename T, GradientGemmForm kForm, int kTiles>
 __device__ __forceinline__ void multiply_windows(const GradientGemmParams& p, uint32_t base, int warpgroup, int count,
-                                                 int first_position, GradientGemmRing& ring, float (&sum)[kTiles][4]) {
+                                                 int first_position, BarrierRing& ring, float (&sum)[kTiles][4]) {
   using Places = GradientGemmWindowPlaces<kForm>;
   const GradientGemmBarriers barriers{base};
   const Places places(p, warpgroup, first_position);
@@ -202,7 +195,7 @@ __device__ __noinline__ float bias_by_definition(const GradientGemmParams& param
 // Sums the windows of an item, for the bias's gradient: some lanes have an output channel. One warp.
 template <typename T>
 __device__ __forceinline__ void sum_windows(const GradientGemmParams& p, uint32_t base, const GradientGemmItem& item,
-                                            int count, GradientGemmRing& ring) {
+                                            int count, BarrierRing& ring) {
   const GradientGemmBarriers barriers{base};
   const int lane = threadIdx.x % 32, lanes = 32 / p.slice, channel = lane / lanes;
   const bool own = item.first_channel == 0;

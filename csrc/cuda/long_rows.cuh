@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kLongRowsThreads, 1) long_rows_kernel(const __
   for (int i = thread; i < p.tile.input_bytes * p.tile.buffers / 16; i += kLongRowsThreads) {
     reinterpret_cast<uint4*>(shared + p.tile.inputs)[i] = uint4{0, 0, 0, 0};
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_new_barriers();
   stage_long_rows_channels(role);
   __syncthreads();
   if (thread < 32 * kLongRowsMakers) {

@@ -288,7 +288,7 @@ struct PhaseDirectKernel {
   __device__ __forceinline__ void run() {
     if (Traits::kFill != PhaseDirectFill::kElements && lane == 0) {
       for (int i = 0; i < Traits::kStages; ++i) mbarrier_init(barriers + i * 8, 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      fence_new_barriers();
       fence_shared_writes();
     }
     __syncwarp();

@@ -18,8 +18,8 @@ struct PhasePixelsMaps {
 template <typename T, int kSteps, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void multiply_pass(const PhasePixelsParams& p, uint32_t base, const PhasePixelsWalk& walk,
                                               int count, int taps, uint64_t row_form, uint64_t column_form,
-                                              const uint32_t (&cells)[kRowTiles], int part, PhasePixelsRing& stages,
-                                              PhasePixelsRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
+                                              const uint32_t (&cells)[kRowTiles], int part, BarrierRing& stages,
+                                              BarrierRing& buffers, float (&sum)[kRowTiles][kColumnTiles][4]) {
   constexpr int kColumnStep = kColumnTiles == 4 ? 64 : 128;  // 16 input channels, in units of 16 bytes
   const PhasePixelsBarriers barriers{base};
   const bool arrives = threadIdx.x % 32 == 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply_tasks(const PhasePixelsShared& shared) 
   int rows[kRowTiles][2];
   find_places<kRowTiles>(p, first_cell, places);
   find_rows(p, first_cell, rows);
-  PhasePixelsRing ring, stages, buffers;
+  BarrierRing ring, stages, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhasePixelsTask& task = shared.tasks()[ring.place];

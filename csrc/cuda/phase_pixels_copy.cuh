@@ -104,7 +104,7 @@ __device__ __forceinline__ void copy_inputs(const PhasePixelsShared& shared, con
   const uint32_t base = shared_address(shared.bytes);
   const PhasePixelsBarriers barriers{base};
   wait_for_previous_grid();  // for packed tensors
-  PhasePixelsRing ring, buffers;
+  BarrierRing ring, buffers;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhasePixelsTask& task = shared.tasks()[ring.place];
@@ -135,7 +135,7 @@ __device__ __forceinline__ void copy_weights(const PhasePixelsShared& shared, co
   const int odd_column = p.split == PhaseTmaSplit::kChannels ? p.unit_columns : 0;
   const int stage_taps = p.taps_per_stage, copied = kPacked ? 1 : p.copied_taps;
   wait_for_previous_grid();  // for packed tensors
-  PhasePixelsRing ring, stages;
+  BarrierRing ring, stages;
   for (;; ring.advance(2)) {
     mbarrier_wait(barriers.posted(ring.place), ring.parity);
     const PhasePixelsTask& task = shared.tasks()[ring.place];

@@ -19,14 +19,6 @@ namespace fastconvt::cuda {
 #define FASTCONVT_PHASE_PIXELS 1
 #endif
 
-// A place among several that are used in turns, and the parity of the barrier's phase there.
-struct PhasePixelsRing {
-  int place = 0, parity = 0;
-  __device__ __forceinline__ void advance(int places) {
-    if (++place == places) place = 0, parity ^= 1;
-  }
-};
-
 // Bulk stores from shared memory: addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_store(void* target, uint32_t source, int bytes) {
 #ifdef FASTCONVT_PHASE_PIXELS

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) pixel_rows_kernel(const _
   for (int i = thread; i < p.tile.input_bytes * p.tile.buffers / 16; i += Traits::kThreads) {
     reinterpret_cast<uint4*>(shared + p.tile.inputs)[i] = uint4{0, 0, 0, 0};
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_new_barriers();
   stage_pixel_rows_channels(role);
   fence_shared_writes();
   __syncthreads();

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(Traits::kMaxThreads, 1)
   for (int i = threadIdx.x; i < (p.tile.input_bytes << p.tile.buffer_bits) / 16; i += blockDim.x) {
     reinterpret_cast<uint4*>(shared + p.tile.inputs)[i] = uint4{0, 0, 0, 0};
   }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  fence_new_barriers();
   __syncthreads();
   const int thread = thread_index - makers;
   if (thread < 0) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/dependent_launch.cuh"
+#include "device/registers.cuh"
 #include "device/wgmma.cuh"
 #include "shuffle_gemm_boxes.cuh"
 #include "shuffle_gemm_repair.cuh"
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
   }
   __syncthreads();
   if (copier >= 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWarpgroups == 2 ? 40 : 32));
+    lower_registers<kWarpgroups == 2 ? 40 : 32>();
     if (copier > 1) return;
     if (elect_one()) {
       wait_for_previous_grid();  // for packed tensors
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kWarpgroups == 2 ? 232 : 112));
+    raise_registers<kWarpgroups == 2 ? 232 : 112>();
     make_items<T, kTaps, kColumns, kStore, kWarpgroups, kRectify, kWhole>(p, base, &outputs);
   }
 #endif
