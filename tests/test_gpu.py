@@ -262,12 +262,15 @@ def test_memory_beyond_the_output(case):
 
 GRADIENTS_MEMORY = [  # with what they may hold beyond the gradients, for a byte of the output's
     (Case("", (8, 64, 300, 401), (64, 64, 3, 3), bias=False), torch.float32, 0),
+    (Case("", (80, 64, 96, 96), (64, 64, 3, 3), bias=False), torch.float32, 0),
     (Case("", (16, 32, 16, 32, 64), (32, 16, 3, 5, 7), bias=False), torch.bfloat16, 1.5),
     (Case("", (1, 256, 64, 64), (256, 128, 3, 3), 2, 1, 1, bias=False), torch.bfloat16, 1.64),
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype", "share"), GRADIENTS_MEMORY, ids=["in_place", "beside", "halves"])
+@pytest.mark.parametrize(
+    ("case", "dtype", "share"), GRADIENTS_MEMORY, ids=["in_place", "small_planes", "beside", "halves"]
+)
 def test_memory_beyond_the_gradients(case, dtype, share):
     """What packs weights without strides does so where results will be; so does a sum for the other gradient."""
     if torch.cuda.get_device_capability() != (9, 0):
