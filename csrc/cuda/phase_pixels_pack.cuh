@@ -2,6 +2,7 @@
 #pragma once
 
 #include "phase_pixels_item.cuh"
+#include "phase_taps.cuh"
 
 namespace fastconvt::cuda {
 
@@ -52,30 +53,12 @@ __device__ __forceinline__ void read_tile(const PhasePixelsPackTile& tile, int g
 // line of 64 channels (or 32) for every input channel, swizzled, then the next 64.
 __device__ __forceinline__ int64_t find_granule(const PhasePixelsParams& p, const PhasePixelsPackParams& q, int group,
                                                 int channel, int tap, int granule) {
-  int rest = tap, before = 0, taps = 1, number = 0, t[3];
-#pragma unroll
-  for (int a = 2; a >= 0; --a) {
-    t[a] = rest % p.axis[a].kernel;
-    rest /= p.axis[a].kernel;
-  }
-  // (before, number) among the phases and the taps of one, both last axis fastest.
-  int kernels = p.taps;
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    const PhasePixelsAxisParams& axis = p.axis[a];
-    int64_t f = (static_cast<int64_t>(t[a]) * axis.dilation - axis.padding) % axis.stride;
-    if (f < 0) f += axis.stride;
-    const PhasePixelsPhaseParams& phase = axis.phase[f];
-    kernels /= axis.kernel;
-    before += taps * phase.before * kernels;
-    number = number * phase.taps + (t[a] - phase.first_tap) / axis.tap_step;
-    taps *= phase.taps;
-  }
+  const TapPlace of = find_tap(p, tap);
   const int of_unit = q.columns / 8, of_line = min(of_unit, 8), block = granule / of_unit;
   const int chunk = channel / p.chunk, c = channel - chunk * p.chunk, line = (granule - block * of_unit) / of_line;
   const int place = granule % of_line ^ (of_line == 8 ? c & 7 : c / 2 & 3);
   const int64_t unit =
-      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + before) * p.chunks + chunk * taps + number;
+      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + of.before) * p.chunks + chunk * of.taps + of.number;
   return ((unit * (of_unit / of_line) + line) * p.chunk + c) * of_line + place;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/tf32.cuh"
+#include "phase_taps.cuh"
 #include "phase_tf32_store.cuh"
 
 namespace fastconvt::cuda {
@@ -31,29 +32,11 @@ __device__ __forceinline__ int unit_column(int channel, bool direct) {
 // Where the first 16 bytes of a column of a chunk stand, in units of 16 bytes, if it were not swizzled.
 __device__ __forceinline__ int64_t find_column(const PhaseTf32Params& p, const PhaseTf32PackParams& q, int group,
                                                int chunk, int channel, int tap, int& row) {
-  int rest = tap, before = 0, taps = 1, number = 0, t[3];
-#pragma unroll
-  for (int a = 2; a >= 0; --a) {
-    t[a] = rest % p.axis[a].kernel;
-    rest /= p.axis[a].kernel;
-  }
-  // (before, number) among the phases and the taps of one, both last axis fastest.
-  int kernels = p.taps;
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    const PhaseTf32AxisParams& axis = p.axis[a];
-    int64_t f = (static_cast<int64_t>(t[a]) * axis.dilation - axis.padding) % axis.stride;
-    if (f < 0) f += axis.stride;
-    const PhaseTf32PhaseParams& phase = axis.phase[f];
-    kernels /= axis.kernel;
-    before += taps * phase.before * kernels;
-    number = number * phase.taps + (t[a] - phase.first_tap) / axis.tap_step;
-    taps *= phase.taps;
-  }
+  const TapPlace of = find_tap(p, tap);
   const int block = channel / q.columns;
   row = unit_column(channel - block * q.columns, !p.contiguous);
   const int64_t unit =
-      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + before) * p.chunks + chunk * taps + number;
+      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + of.before) * p.chunks + chunk * of.taps + of.number;
   return (unit * q.columns + row) * (p.chunk / 4);
 }
 

@@ -146,10 +146,10 @@ cudaError_t launch_pack(const Problem& problem, const PhaseTmaTile& t, const Pha
   PhaseTmaPackParams q{};
   q.columns = phase_tma_columns(t);
   q.blocks = t.channel_blocks * (t.columns / q.columns);
-  q.weight_columns = static_cast<int>(ceil_div(int64_t{q.columns} * q.blocks * p.taps, int64_t{kPhaseTmaPackTile}));
+  q.weight_columns = static_cast<int>(ceil_div(int64_t{q.columns} * q.blocks * p.taps, int64_t{kPhaseTmaPackColumns}));
   q.weight_blocks = int64_t{q.weight_columns} * p.chunks * problem.groups;
   q.image = static_cast<int>(problem.in_positions());
-  q.position_blocks = ceil_div(q.image, kPhaseTmaPackTile);
+  q.position_blocks = ceil_div(q.image, kPhaseTmaPackColumns);
   q.padded_channels = static_cast<int>(phase_tma_channels(t));
   q.all_channels = static_cast<int>(q.padded_channels * problem.groups);
   q.channel_blocks = ceil_div(q.all_channels, kPhaseTmaPackTile);

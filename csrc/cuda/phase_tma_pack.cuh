@@ -1,16 +1,19 @@
 // Brings weights, and contiguous inputs, into the layout that the phase GEMM's copies read.
 #pragma once
 
+#include "phase_taps.cuh"
 #include "phase_tma_item.cuh"
 
 namespace fastconvt::cuda {
 
 constexpr int kPhaseTmaPackThreads = 256;
 constexpr int kPhaseTmaPackTile = 64;  // channels, and positions
+constexpr int kPhaseTmaPackTiles = 2;  // of a block, side by side: more loads at once, and longer runs of stores
+constexpr int kPhaseTmaPackColumns = kPhaseTmaPackTiles * kPhaseTmaPackTile;
 
 struct PhaseTmaPackParams {
   int64_t weight_blocks;    // of the grid; the others pack inputs
-  int weight_columns;       // of blocks: 64 pairs of an output channel and a tap each
+  int weight_columns;       // of blocks: 128 pairs of an output channel and a tap each
   int columns, blocks;      // output channels of a unit, and units of a group
   int64_t position_blocks;  // of a batch entry
   int channel_blocks;
@@ -31,29 +34,11 @@ __device__ __forceinline__ int unit_column(int channel, bool direct) {
 // Where the first 16 bytes of a column of a chunk stand, in units of 16 bytes, if it were not swizzled.
 __device__ __forceinline__ int64_t find_column(const PhaseTmaParams& p, const PhaseTmaPackParams& q, int group,
                                                int chunk, int channel, int tap, int& row) {
-  int rest = tap, before = 0, taps = 1, number = 0, t[3];
-#pragma unroll
-  for (int a = 2; a >= 0; --a) {
-    t[a] = rest % p.axis[a].kernel;
-    rest /= p.axis[a].kernel;
-  }
-  // (before, number) among the phases and the taps of one, both last axis fastest.
-  int kernels = p.taps;
-#pragma unroll
-  for (int a = 0; a < 3; ++a) {
-    const PhaseTmaAxisParams& axis = p.axis[a];
-    int64_t f = (static_cast<int64_t>(t[a]) * axis.dilation - axis.padding) % axis.stride;
-    if (f < 0) f += axis.stride;
-    const PhaseTmaPhaseParams& phase = axis.phase[f];
-    kernels /= axis.kernel;
-    before += taps * phase.before * kernels;
-    number = number * phase.taps + (t[a] - phase.first_tap) / axis.tap_step;
-    taps *= phase.taps;
-  }
+  const TapPlace of = find_tap(p, tap);
   const int block = channel / q.columns;
   row = unit_column(channel - block * q.columns, !p.contiguous);
   const int64_t unit =
-      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + before) * p.chunks + chunk * taps + number;
+      ((static_cast<int64_t>(group) * q.blocks + block) * p.taps + of.before) * p.chunks + chunk * of.taps + of.number;
   return (unit * q.columns + row) * (p.chunk / 8);
 }
 
@@ -90,27 +75,44 @@ __device__ __forceinline__ void read_tile(const PhaseTmaPackTile& tile, int gran
   even = {low[0], low[1], low[2], low[3]}, odd = {high[0], high[1], high[2], high[3]};
 }
 
-// A block moves a chunk of input channels by 64 pairs of an output channel and a tap, which are neighbours in memory.
+// A block's rows of two columns each, a warp's eight apart.
+using PhaseTmaPackWords = uint32_t[kPhaseTmaPackTiles][8];
+
+__device__ __forceinline__ void fill_tiles(PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles],
+                                           const PhaseTmaPackWords& word) {
+#pragma unroll
+  for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) tile[j][threadIdx.x / 32 + i * 8][threadIdx.x % 32] = word[j][i];
+  }
+  __syncthreads();
+}
+
+// A block moves a chunk of input channels by 128 pairs of an output channel and a tap, which are neighbours in memory.
 template <typename T>
 __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const PhaseTmaPackParams& q, int64_t block,
-                                             PhaseTmaPackTile& tile, uint4* packed) {
-  __shared__ int64_t places[kPhaseTmaPackTile];
-  __shared__ int rows[kPhaseTmaPackTile];
+                                             PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
+  __shared__ int64_t places[kPhaseTmaPackColumns];
+  __shared__ int rows[kPhaseTmaPackColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first = static_cast<int>(block % q.weight_columns) * kPhaseTmaPackTile;
+  const int first = static_cast<int>(block % q.weight_columns) * kPhaseTmaPackColumns;
   const int64_t rest = block / q.weight_columns;
   const int chunk = static_cast<int>(rest % p.chunks), group = static_cast<int>(rest / p.chunks);
   const int all = p.group_out * p.taps, channels = min(p.chunk, p.group_in - chunk * p.chunk);
-  const T* const from = static_cast<const T*>(p.weight) +
-                        (static_cast<int64_t>(group) * p.group_in + chunk * p.chunk) * all + first + 2 * lane;
-  uint32_t word[8];
+  const T* const from =
+      static_cast<const T*>(p.weight) + (static_cast<int64_t>(group) * p.group_in + chunk * p.chunk) * all;
+  PhaseTmaPackWords word;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int c = warp + i * 8;
-    word[i] =
-        load_pair(from + static_cast<int64_t>(c) * all, 1, c < channels ? all - first - 2 * lane : 0, q.weight_pairs);
+#pragma unroll
+    for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
+      const int column = first + j * kPhaseTmaPackTile + 2 * lane;
+      word[j][i] =
+          load_pair(from + static_cast<int64_t>(c) * all + column, 1, c < channels ? all - column : 0, q.weight_pairs);
+    }
   }
-  if (threadIdx.x < kPhaseTmaPackTile) {
+  if (threadIdx.x < kPhaseTmaPackColumns) {
     const int column = first + threadIdx.x, channel = column / p.taps;
     int row = -1;
     if (channel < q.columns * q.blocks) {
@@ -118,59 +120,64 @@ __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const Phas
     }
     rows[threadIdx.x] = row;
   }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) tile[warp + i * 8][lane] = word[i];
-  __syncthreads();
+  fill_tiles(tile, word);
   const int granule = threadIdx.x % 8, pair = threadIdx.x / 8, granules = p.chunk / 8;
   if (granule >= granules) return;
-  uint4 value[2];
-  read_tile(tile, granule, pair, value[0], value[1]);
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const int row = rows[2 * pair + k];
-    if (row >= 0) packed[places[2 * pair + k] + (granule ^ (row * granules / 8 & (granules - 1)))] = value[k];
+  for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
+    uint4 value[2];
+    read_tile(tile[j], granule, pair, value[0], value[1]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int column = j * kPhaseTmaPackTile + 2 * pair + k, row = rows[column];
+      if (row >= 0) packed[places[column] + (granule ^ (row * granules / 8 & (granules - 1)))] = value[k];
+    }
   }
 }
 
-// A block moves 64 channels of 64 positions of a batch entry.
+// A block moves 64 channels of 128 positions of a batch entry.
 template <typename T>
 __device__ __forceinline__ void pack_input(const PhaseTmaParams& p, const PhaseTmaPackParams& q, int64_t block,
-                                           PhaseTmaPackTile& tile, uint4* packed) {
-  const int64_t first = block % q.position_blocks * kPhaseTmaPackTile;
+                                           PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
+  const int64_t first = block % q.position_blocks * kPhaseTmaPackColumns;
   const int64_t rest = block / q.position_blocks;
   const int first_channel = static_cast<int>(rest % q.channel_blocks) * kPhaseTmaPackTile;
   const int64_t n = rest / q.channel_blocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t position = first + 2 * lane;
-  const T* const from = static_cast<const T*>(p.input) + n * p.in.batch + position * p.in.axis[2];
-  uint32_t word[8];
+  const T* const from = static_cast<const T*>(p.input) + n * p.in.batch;
+  PhaseTmaPackWords word;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int channel = first_channel + warp + i * 8;
     const int group = channel / q.padded_channels, c = channel - group * q.padded_channels;
     const bool exists = channel < q.all_channels && c < p.group_in;
-    word[i] = load_pair(from + (static_cast<int64_t>(group) * p.group_in + c) * p.in.channel, p.in.axis[2],
-                        exists ? q.image - position : 0, q.pairs);
-  }
+    const T* const row = from + (static_cast<int64_t>(group) * p.group_in + c) * p.in.channel;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) tile[warp + i * 8][lane] = word[i];
-  __syncthreads();
+    for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
+      const int64_t position = first + j * kPhaseTmaPackTile + 2 * lane;
+      word[j][i] = load_pair(row + position * p.in.axis[2], p.in.axis[2], exists ? q.image - position : 0, q.pairs);
+    }
+  }
+  fill_tiles(tile, word);
   const int granule = threadIdx.x % 8, pair = threadIdx.x / 8;
   if (first_channel + granule * 8 >= q.all_channels) return;
-  uint4 value[2];
-  read_tile(tile, granule, pair, value[0], value[1]);
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const int64_t to = first + 2 * pair + k;
-    if (to < q.image) packed[((n * q.image + to) * q.all_channels + first_channel) / 8 + granule] = value[k];
+  for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
+    uint4 value[2];
+    read_tile(tile[j], granule, pair, value[0], value[1]);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int64_t to = first + j * kPhaseTmaPackTile + 2 * pair + k;
+      if (to < q.image) packed[((n * q.image + to) * q.all_channels + first_channel) / 8 + granule] = value[k];
+    }
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kPhaseTmaPackThreads)
+__global__ void __launch_bounds__(kPhaseTmaPackThreads, 6)
     phase_tma_pack_kernel(const __grid_constant__ PhaseTmaParams p, const __grid_constant__ PhaseTmaPackParams q,
                           uint4* weights, uint4* inputs) {
-  __shared__ PhaseTmaPackTile tile;
+  __shared__ PhaseTmaPackTile tile[kPhaseTmaPackTiles];
   let_next_grid_begin();
   const int64_t block = blockIdx.x;
   if (block < q.weight_blocks) {
