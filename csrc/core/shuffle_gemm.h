@@ -108,7 +108,8 @@ inline bool shuffle_gemm_can_store(const Problem& p, const ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous, whole = shuffle_gemm_whole(p);
   const int64_t taps = p.axis[2].kernel, run = shuffle_gemm_run(p);
   if (t.warpgroups == 2) return t.columns == 128 || (whole && (!contiguous || taps <= 4));
-  if (t.columns != 128 || is_rectifier(p.activation, p.alpha)) return false;
+  const bool narrow = !contiguous && t.store == ShuffleGemmStore::kBoxes && t.columns == 64 && t.resident;
+  if ((t.columns != 128 && !narrow) || is_rectifier(p.activation, p.alpha)) return false;
   if (t.store == ShuffleGemmStore::kVectors) return contiguous && taps == 2 && whole;
   if (t.store == ShuffleGemmStore::kBoxes) return shuffle_gemm_can_copy_boxes(p);
   return !contiguous && p.groups == 1 && run <= 64 && run % 2 == 0 && p.axis[2].in * run % 8 == 0 &&
@@ -145,23 +146,25 @@ inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   if (t.resident ? parts > kShuffleGemmBlocks || t.sharing == t.warpgroups : t.by_hand) return false;
   const int64_t weights = t.resident ? int64_t{t.chunks} * t.columns * 128 : 0;
   if (weights >= kShuffleGemmShared) return false;
-  const int tables = t.warpgroups * t.columns;
-  t.stage_bytes = t.sharing * 8192 + (t.resident ? 0 : t.columns * 128);
-  // Runs need the outputs of all columns at once; boxes have two buffers where that leaves the inputs of three items.
   const bool boxes = t.store == ShuffleGemmStore::kBoxes;
+  const int terms = t.warpgroups * t.columns * 4, offsets = boxes ? 0 : terms / 2;
+  t.stage_bytes = t.sharing * 8192 + (t.resident ? 0 : t.columns * 128);
+  // Runs need the outputs of all columns at once; boxes have two buffers where that leaves the inputs of four items, or
+  // of one where inputs come from the cache: eight blocks read them.
+  const int ahead = (t.column_blocks < 8 ? 4 : 1) * t.chunks;
   int staging = 0;
-  for (t.buffers = t.store == ShuffleGemmStore::kVectors ? 1 : 2; t.buffers > 0; --t.buffers) {
+  for (t.buffers = t.store == ShuffleGemmStore::kVectors || t.columns == 64 ? 1 : 2; t.buffers > 0; --t.buffers) {
     staging = t.buffers * t.warpgroups * kShuffleGemmStaging;
-    const int64_t left = kShuffleGemmShared - weights - tables * 6 - staging - 1024;
+    const int64_t left = kShuffleGemmShared - weights - terms - offsets - staging - 1024;
     t.stages = static_cast<int>(std::min<int64_t>(left / t.stage_bytes, kShuffleGemmMaxStages));
-    if (!boxes || t.buffers == 1 || (t.resident && t.stages >= 3 * t.chunks)) break;
+    if (!boxes || t.buffers == 1 || (t.resident && t.stages >= ahead)) break;
   }
-  if (t.stages < (t.resident ? 4 : 2)) return false;
+  if (t.stages < (t.resident ? 5 : 2)) return false;
   t.ring = static_cast<int>(weights);
   t.staging = t.ring + t.stages * t.stage_bytes;
   t.terms = t.staging + staging;
-  t.offsets = static_cast<int>(t.terms + tables * 4);
-  t.barriers = static_cast<int>(t.offsets + tables * 2);
+  t.offsets = t.terms + terms;
+  t.barriers = t.offsets + offsets;
   t.shared_bytes = t.barriers + 1024;
   if (boxes && !contiguous) t.box = find_shuffle_gemm_box(p);
   t.tiles = t.box.width > 0 ? t.box.tiles() : shuffle_gemm_tiles(p, t.packed);
@@ -177,7 +180,8 @@ inline double shuffle_gemm_longer(double a, double b) {
 
 // Milliseconds on an H200. In clocks of a multiprocessor: what a team multiplies, bound by tensor cores or by its
 // copies, and what it stores, both for an item; teams do it in turns. The first one waits for its copies; four
-// warpgroups' first stores are not in each other's way.
+// warpgroups' first stores are not in each other's way. Or bound by memory: outputs that the cache cannot keep are
+// written as they come, best close to each other: contiguous in long rows, channels_last of few positions at a time.
 inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
   const int64_t columns = p.out_channels_per_group() * p.kernel_positions(), parts = t.column_blocks * p.groups;
@@ -191,20 +195,28 @@ inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile&
   const double inputs = t.sharing * 8192, weights = t.columns * 128;
   const bool boxes = t.store != ShuffleGemmStore::kVectors;
   const double thin = p.in_channels_per_group() <= 16 ? 0.25 : 1;  // of a chunk only the first products
-  const double chunk = std::max(thin * t.sharing * std::max(1.67 * t.columns, 126.0) + 260,
+  const double chunk = std::max(thin * t.sharing * std::max(1.67 * t.columns, t.warpgroups == 2 ? 126.0 : 200.0) + 260,
                                 (inputs + (t.resident ? 0 : weights)) / 58.7);
   const double products = t.chunks * chunk * (t.resident ? 0.9 : 1.0) * (boxes ? 0.91 : 1.0);
   const double used =
       double(t.column_blocks == 1 ? std::min<int64_t>(t.columns, round_up(columns, int64_t{64})) : t.columns);
-  double store = t.warpgroups == 2 ? 300 + 14.7 * used : boxes ? 1588 + 14.9 * used : 1115 + 17.8 * used;
+  double store = t.warpgroups == 2 ? 300 + 14.7 * used
+                 : !boxes          ? 1115 + 17.8 * used
+                 : t.columns == 64 ? 1850
+                                   : 1588 + 14.9 * used;
   if (!boxes && !shuffle_gemm_whole(p)) store *= contiguous ? 1.52 : 1.81;
   const double made = teams == 1 ? products + 0.92 * store : std::max(products, (products + store) / teams);
   const double item = shuffle_gemm_longer(made, p.bytes() / double(t.items) / 19.0);
-  const double first = (t.resident ? 410 : 370) + t.chunks * std::max(chunk, (inputs + weights) / 58.7) + store -
-                       (t.warpgroups == 4 ? 1250 : 0);
+  const double first = (t.resident ? 410 : 370) + t.chunks * std::max(chunk, (inputs + weights) / 58.7) +
+                       store * (t.warpgroups == 4 ? 0.64 : 1);
   const double packing = t.packed ? 0.0037 + 2.0 * double(p.in_elements() * p.element_size()) / 3e9 : 0;
   const double made_ms = 0.006 + (first + double(rounds - 1) * item) / 1.755e6 + packing;
-  return shuffle_gemm_longer(made_ms, 0.006 + p.bytes() / 3.92e9);
+  const double scattered = contiguous ? (t.sharing == 1 ? 0.07 : 0) + (boxes ? 0.045 : 0)
+                                      : (t.columns > 64 ? 0.08 : 0) + (t.sharing == 2 ? 0.015 : 0);
+  const double bytes = p.bytes() + scattered * std::max(0.0, double(p.out_elements() * p.element_size()) - 60e6);
+  const bool behind = t.store == ShuffleGemmStore::kBoxes && t.buffers == 2 && t.stages >= 4 * t.chunks;
+  const double edges = 0.0055 + 0.0005 * t.sharing - (behind ? 0.0006 : 0);
+  return shuffle_gemm_longer(made_ms, edges + bytes / 3.92e9);
 }
 
 inline ShuffleGemmTile find_shuffle_gemm_tile(const Problem& problem) {

@@ -276,9 +276,11 @@ cudaError_t dispatch_columns(const ShuffleGemmTile& t, const ShuffleGemmParams& 
   constexpr std::true_type kWhole;
   if (t.warpgroups == 4) {
     if constexpr (!kRectify && kTaps < 8) {
-      if (t.store == Store::kBoxes) {
-        return launch(k128, std::integral_constant<Store, Store::kBoxes>{}, kFour, kWhole);
+      constexpr std::integral_constant<Store, Store::kBoxes> kBoxes;
+      if constexpr (kTaps == 0) {
+        if (t.columns == 64) return launch(k64, kBoxes, kFour, kWhole);
       }
+      if (t.store == Store::kBoxes) return launch(k128, kBoxes, kFour, kWhole);
     }
     if constexpr (!kRectify && kTaps == 0) {
       if (t.store == Store::kRuns) return launch(k128, std::integral_constant<Store, Store::kRuns>{}, kFour, kWhole);

@@ -12,7 +12,7 @@
 namespace fastconvt::cuda {
 
 // What bias adds to the columns of an item, and where the first of each two goes, from a position's first output;
-// contiguous: where its row of taps does; runs: in the image of what is stored. A warpgroup.
+// contiguous: where its row of taps does; runs: in the image of what is stored; boxes: nothing. A warpgroup.
 template <typename T, int kTaps, ShuffleGemmStore kStore, int kColumns>
 __device__ __forceinline__ void fill_tables(const ShuffleGemmParams& p, const ShuffleGemmItem& item, uint32_t terms,
                                             uint32_t offsets) {
@@ -40,7 +40,9 @@ __device__ __forceinline__ void fill_tables(const ShuffleGemmParams& p, const Sh
       }
     }
     store_shared(terms + i * 4, __float_as_uint(term));
-    if (i % 2 == 0) store_shared(offsets + i * 2, static_cast<uint32_t>(offset));
+    if (kStore != ShuffleGemmStore::kBoxes && i % 2 == 0) {
+      store_shared(offsets + i * 2, static_cast<uint32_t>(offset));
+    }
   }
 }
 
