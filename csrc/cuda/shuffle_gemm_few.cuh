@@ -32,23 +32,41 @@ __device__ __forceinline__ void multiply_few(float (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// What bias adds to columns, and behind it their weights, 16 channels each; 0 where there are none. A block.
+// What a thread reads of weights, 16 channels of each column, and of what bias adds to columns; 0 where there is none.
+// Before inputs are asked for, which would keep it waiting.
+inline constexpr int kShuffleGemmFewLoads =
+    (kShuffleGemmFewColumns * (kShuffleGemmFewChannels + 1) + kShuffleGemmFewThreads - 1) / kShuffleGemmFewThreads;
+
 template <typename T, bool kContiguous>
-__device__ __forceinline__ void fill_few_tables(const ShuffleGemmParams& p, uint32_t terms) {
-  for (int i = threadIdx.x; i < kShuffleGemmFewColumns * (kShuffleGemmFewChannels + 1); i += kShuffleGemmFewThreads) {
+__device__ __forceinline__ void load_few_tables(const ShuffleGemmParams& p, T (&value)[kShuffleGemmFewLoads]) {
+#pragma unroll
+  for (int j = 0; j < kShuffleGemmFewLoads; ++j) {
+    const int i = threadIdx.x + j * kShuffleGemmFewThreads;
     const int column = i % kShuffleGemmFewColumns, row = i / kShuffleGemmFewColumns;
-    const bool exists = column < p.columns && row < p.group_in;
-    if (row < kShuffleGemmFewChannels) {
-      const unsigned short* const weight = static_cast<const unsigned short*>(p.weight) + row * p.columns + column;
-      const unsigned short value = exists ? __ldg(weight) : 0;
-      const uint32_t to = terms + kShuffleGemmFewColumns * 4 + (column * kShuffleGemmFewChannels + row) * 2;
-      asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(value) : "memory");
-    } else {
+    value[j] = T(0.f);
+    if (column >= p.columns) continue;
+    if (row < p.group_in) {
+      value[j] = __ldg(static_cast<const T*>(p.weight) + row * p.columns + column);
+    } else if (row == kShuffleGemmFewChannels && p.bias != nullptr) {
       int channel = column;
       const int quotient = p.channel_columns(channel);
-      const T* const bias = static_cast<const T*>(p.bias) + (kContiguous ? quotient : channel);
-      const float term = p.bias != nullptr && column < p.columns ? to_accumulator(__ldg(bias)) : 0;
-      store_shared(terms + column * 4, __float_as_uint(term));
+      value[j] = __ldg(static_cast<const T*>(p.bias) + (kContiguous ? quotient : channel));
+    }
+  }
+}
+// To shared memory: what bias adds, and behind it the weights.
+template <typename T>
+__device__ __forceinline__ void store_few_tables(const T (&value)[kShuffleGemmFewLoads], uint32_t terms) {
+#pragma unroll
+  for (int j = 0; j < kShuffleGemmFewLoads; ++j) {
+    const int i = threadIdx.x + j * kShuffleGemmFewThreads;
+    const int column = i % kShuffleGemmFewColumns, row = i / kShuffleGemmFewColumns;
+    if (row < kShuffleGemmFewChannels) {
+      const uint32_t to = terms + kShuffleGemmFewColumns * 4 + (column * kShuffleGemmFewChannels + row) * 2;
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(reinterpret_cast<const unsigned short&>(value[j]))
+                   : "memory");
+    } else if (row == kShuffleGemmFewChannels) {
+      store_shared(terms + column * 4, __float_as_uint(to_accumulator(value[j])));
     }
   }
 }
@@ -133,19 +151,24 @@ __global__ void __launch_bounds__(kShuffleGemmFewThreads, 1)
   const auto load = [&](int tile, int stage) {
     if (tile >= p.tiles) return;
     mbarrier_arrive_expecting(barriers + stage * 8, kInputs);
-    load_inputs<kContiguous, false>(&inputs, ring + stage * kInputs, find_source<kContiguous, false>(p, tile), 0, 0,
-                                    barriers + stage * 8);
+    ShuffleGemmSource from = find_source<kContiguous, false>(p, tile);
+    if constexpr (!kContiguous) from.position >>= p.line_shift;
+    load_inputs<kContiguous, false>(&inputs, ring + stage * kInputs, from, 0, 0, barriers + stage * 8);
   };
-  int tile = blockIdx.x * kShuffleGemmFewWarps + warp;
+  int tile = warp * gridDim.x + blockIdx.x;  // so that blocks share the last ones evenly
   if (elect_one()) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) mbarrier_init(barriers + i * 8, 1);
     fence_shared_writes();
+  }
+  T table[kShuffleGemmFewLoads];
+  load_few_tables<T, kContiguous>(p, table);
+  if (elect_one()) {
     wait_for_previous_grid();  // for packed inputs
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) load(tile + i * stride, i);
   }
-  fill_few_tables<T, kContiguous>(p, terms);
+  store_few_tables(table, terms);
   __syncthreads();
   uint32_t weights[kTiles][2], place[kTiles];  // of a lane's outputs in an image
 #pragma unroll

@@ -42,6 +42,7 @@ struct ShuffleGemmParams {
   int batch, positions;
   void* output;
   int vector;                 // bytes of a store: 16, 8 or 4
+  int line_shift;             // channels_last, few channels: a line that is copied has 1 << line_shift positions
   int box;                    // contiguous: positions of a tensor copy of outputs
   int tap_depth, tap_height;  // of the kernel
   const void* input;
