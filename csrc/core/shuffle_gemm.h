@@ -27,11 +27,14 @@ inline constexpr int kShuffleGemmFewWarps = 12, kShuffleGemmFewStages = 6;      
 inline constexpr int kShuffleGemmFewShared =
     kShuffleGemmFewColumns * 64 + kShuffleGemmFewStages * kShuffleGemmFewChannels * 128;
 inline constexpr int kShuffleGemmFewTables = kShuffleGemmFewColumns * (4 + 2 * kShuffleGemmFewChannels);
+// Lines: bytes of a stage, 64 channels of 128 positions; from a staged line to the next one; of a warp's staging.
+inline constexpr int kShuffleGemmLinesStage = 16384, kShuffleGemmLinesPitch = 256 + 32;
+inline constexpr int kShuffleGemmLinesStaging = 8 * kShuffleGemmLinesPitch + 64;
 
 // How outputs leave shared memory: threads store vectors; tensor copies of boxes; bulk copies of all that is side by
 // side of a line of positions. Copies cost a block's warpgroups less, but have the fewer registers of four of them.
-// kFew: of few channels and columns, warps multiply and store on their own.
-enum class ShuffleGemmStore { kVectors, kBoxes, kRuns, kFew };
+// kFew: of few channels and columns, warps multiply and store on their own. kLines: rows are the weights' columns.
+enum class ShuffleGemmStore { kVectors, kBoxes, kRuns, kFew, kLines };
 
 // A tile that tensor copies store, channels_last: positions of some lines of inputs, up to 64. Lines are all, or where
 // kernels are deep a slice's; what of a tile lies past their ends is not stored.
@@ -125,6 +128,28 @@ inline bool shuffle_gemm_few(const Problem& p) {
   return run % 2 == 0 && width * run % 8 == 0 && width >= 16;
 }
 
+// Where rows are the weights' columns, 256 of a block or 128 of two teams: contiguous lines of outputs that begin at
+// multiples of 32 bytes, since vectors that share 32 bytes take long. A team's ring has the inputs of two items.
+inline bool finish_shuffle_gemm_lines(const Problem& p, ShuffleGemmTile& t) {
+  const int64_t columns = p.out_channels_per_group() * p.kernel_positions();
+  if (p.layout != Layout::kContiguous || p.groups > 1 || t.packed || t.by_hand) return false;
+  if (p.axis[2].kernel != 2 || p.axis[2].out() % 16 != 0 || columns <= 64) return false;
+  if (t.column_blocks > kShuffleGemmBlocks) return false;
+  const int64_t weights = int64_t{t.chunks} * t.columns * 128;
+  const int staging = 16 * kShuffleGemmLinesStaging, teams = 256 / t.columns;
+  const int64_t left = kShuffleGemmShared - weights - staging - 1024;
+  t.stage_bytes = kShuffleGemmLinesStage;
+  t.stages = static_cast<int>(std::min<int64_t>(left / t.stage_bytes, kShuffleGemmMaxStages)) / teams;
+  if (left < 0 || t.stages < 2 * t.chunks) return false;
+  t.ring = static_cast<int>(weights);
+  t.staging = t.ring + teams * t.stages * t.stage_bytes;
+  t.barriers = t.staging + staging;
+  t.shared_bytes = t.barriers + 1024;
+  t.tiles = shuffle_gemm_tiles(p, t.packed);
+  t.items = ceil_div(t.tiles, int64_t{2}) * t.column_blocks;
+  return t.items < int64_t{1} << 31;
+}
+
 // Everything that follows from what is chosen, the first five; false if they do not suit the problem.
 inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
   const bool contiguous = p.layout == Layout::kContiguous;
@@ -140,6 +165,7 @@ inline bool finish_shuffle_gemm_tile(const Problem& p, ShuffleGemmTile& t) {
     t.shared_bytes = kShuffleGemmFewWarps * (kShuffleGemmFewShared + 8 * kShuffleGemmFewStages) + kShuffleGemmFewTables;
     return shuffle_gemm_few(p);
   }
+  if (t.store == ShuffleGemmStore::kLines) return finish_shuffle_gemm_lines(p, t);
   if (!shuffle_gemm_can_store(p, t)) return false;
   const bool choice = shuffle_gemm_whole(p) && (!contiguous || p.axis[2].kernel <= 4);  // of columns
   if (choice && t.columns > 64 && columns <= t.columns / 2) return false;
@@ -188,6 +214,11 @@ inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile&
   if (t.store == ShuffleGemmStore::kFew) {
     const double made_ms = double(t.tiles) / kShuffleGemmBlocks * 360 / 1.755e6;
     return shuffle_gemm_longer(0.009 + made_ms, 0.009 + p.bytes() / 3.9e9);
+  }
+  if (t.store == ShuffleGemmStore::kLines) {
+    const int64_t teams = kShuffleGemmBlocks / t.column_blocks * t.column_blocks * (256 / t.columns);
+    const double made_ms = double(ceil_div(t.items, teams)) * (1024 * t.chunks + 1700) / 1.755e6;
+    return shuffle_gemm_longer(0.0065 + made_ms, 0.004 + p.bytes() / 3.75e9);
   }
   const int teams = t.warpgroups / t.sharing;
   const int64_t blocks = t.resident ? kShuffleGemmBlocks / parts * parts : kShuffleGemmBlocks;
@@ -250,6 +281,11 @@ inline ShuffleGemmTile find_shuffle_gemm_tile(const Problem& problem) {
   few.store = Store::kFew, few.warpgroups = 2, few.sharing = 1, few.columns = kShuffleGemmFewColumns;
   few.resident = true;
   compare(few);
+  // 128 rows have the finer items, unless inputs are read more than twice.
+  ShuffleGemmTile lines{};
+  lines.store = Store::kLines, lines.warpgroups = 4, lines.sharing = 2, lines.resident = true;
+  lines.columns = problem.out_channels_per_group() * problem.kernel_positions() > 256 ? 256 : 128;
+  compare(lines);
   return best;
 }
 inline ShuffleGemmTile shuffle_gemm_tile(const Problem& p) { return last_result<find_shuffle_gemm_tile>(p); }

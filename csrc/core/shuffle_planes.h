@@ -18,7 +18,7 @@ inline constexpr int kShufflePlanesColumns[] = {112, 200, 216};
 inline constexpr int kShufflePlanesMaxSlots = 8, kShufflePlanesMaxStages = 16;
 inline constexpr int kShufflePlanesStage = 8192;  // bytes: weights of 64 rows by 64 input channels
 inline constexpr int64_t kShufflePlanesShared = 227 * 1024;
-inline constexpr int kShufflePlanesNear = 5;  // row tiles before a tile's end its successor's inputs are asked for
+inline constexpr int kShufflePlanesNear = 4;  // row tiles before a tile's end its successor's inputs are asked for
 // Warpgroups that multiply, in turns: three if they have the registers, so that two store meanwhile.
 constexpr int shuffle_planes_teams(int columns) { return columns > 200 ? 2 : 3; }
 inline constexpr int kShufflePlanesBlocks = 132;  // that run at once on an H200
@@ -30,14 +30,15 @@ struct ShufflePlanesTile {
   int row_tiles;  // of 64 rows each
   int chunks;     // of 64 input channels
   int slots, stages;
-  int pitch;       // bytes from 8 positions of a chunk's inputs to the next 8
-  int slot_bytes;  // of a chunk of inputs
-  int run_bytes;   // from a staged run to the next one
-  bool skews;      // staged runs lie as their targets do modulo 32 bytes
-  int copy;        // bytes of a copy of inputs: 16, 8 or 4
-  int64_t items;   // tiles by row tiles
+  int pitch;         // bytes from 8 positions of a chunk's inputs to the next 8
+  int slot_bytes;    // of a chunk of inputs
+  int buffer_bytes;  // of two that stage 64 rows
+  int run_bytes;     // from a staged run to the next one
+  bool skews;        // staged runs lie as their targets do modulo 32 bytes
+  int copy;          // bytes of a copy of inputs: 16, 8 or 4
+  int64_t items;     // tiles by row tiles
   // Shared memory in bytes: where each part begins; weights come first.
-  int slots_begin, staging, barriers, shared_bytes;
+  int slots_begin, staging, barriers, places, shared_bytes;
   double cost_ms;
 };
 
@@ -70,10 +71,10 @@ inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   t.skews = places % 16 != 0;
   t.run_bytes = static_cast<int>(round_up(run + (t.skews ? 16 : 0), int64_t{32}));
   while (t.run_bytes % 128 != 32) t.run_bytes += 32;
-  const int staging = static_cast<int>(shuffle_planes_teams(t.columns) * (64 / taps) * t.run_bytes);
+  t.buffer_bytes = static_cast<int>(64 / taps * t.run_bytes);
   // A chunk's slot serves all of a tile's rows; further ones take the next tile's first.
-  const int64_t left = kShufflePlanesShared - staging - 640;
-  const int64_t room = (left - 7 * kShufflePlanesStage) / t.slot_bytes;
+  const int64_t left = kShufflePlanesShared - 2 * t.buffer_bytes - 896;
+  const int64_t room = (left - 6 * kShufflePlanesStage) / t.slot_bytes;
   t.slots = std::max(t.chunks, static_cast<int>(std::min(room, int64_t{2} * t.chunks)));
   if (t.slots > kShufflePlanesMaxSlots) return false;
   t.stages = static_cast<int>(
@@ -81,8 +82,9 @@ inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   if (t.stages < 4) return false;
   t.slots_begin = t.stages * kShufflePlanesStage;
   t.staging = static_cast<int>(round_up(t.slots_begin + t.slots * t.slot_bytes, 128));
-  t.barriers = t.staging + staging;
-  t.shared_bytes = t.barriers + 512;
+  t.barriers = t.staging + 2 * t.buffer_bytes;
+  t.places = t.barriers + 512;
+  t.shared_bytes = t.places + 256;
   return true;
 }
 

@@ -35,8 +35,8 @@ ShufflePlanesParams make_planes_params(const Problem& problem, const ShufflePlan
   while (1 << p.taps_shift < problem.axis[1].kernel * problem.axis[2].kernel) ++p.taps_shift;
   p.chunks = t.chunks;
   p.slots = t.slots, p.slot_bytes = t.slot_bytes, p.pitch = t.pitch, p.stages = t.stages;
-  p.run_bytes = t.run_bytes, p.skews = t.skews, p.copy = t.copy;
-  p.slots_begin = t.slots_begin, p.staging = t.staging, p.barriers = t.barriers;
+  p.run_bytes = t.run_bytes, p.buffer_bytes = t.buffer_bytes, p.skews = t.skews, p.copy = t.copy;
+  p.slots_begin = t.slots_begin, p.staging = t.staging, p.barriers = t.barriers, p.places = t.places;
   p.input_plane = int64_t{p.height} * problem.axis[2].in;
   p.output_plane = p.input_plane * problem.axis[1].kernel * problem.axis[2].kernel;
   p.input_channel = problem.in_positions(), p.output_channel = problem.out_positions();

@@ -30,7 +30,8 @@ struct ShufflePlanesBarriers {
   __device__ __forceinline__ uint32_t turn(int warpgroup) const {
     return full_slot(2 * kShufflePlanesMaxSlots + warpgroup);
   }
-  __device__ __forceinline__ uint32_t near_end() const { return turn(3); }  // how many, a word
+  __device__ __forceinline__ uint32_t empty_buffer(int i) const { return turn(3 + i); }
+  __device__ __forceinline__ uint32_t near_end() const { return empty_buffer(2); }  // how many, a word
 };
 
 // Weights of all items, 64 rows by 64 channels at a time. One thread.
@@ -59,53 +60,37 @@ __device__ __forceinline__ void copy_weights(const ShufflePlanesParams& p, uint3
   }
 }
 
-// 64 channels of a tile's inputs, `channels` of which exist, to blocks of 8 by 8: a warp copies neighbouring pieces of
-// eight channels.
+// 64 channels of a tile's inputs, `channels` of which exist, to blocks of 8 by 8: a lane copies up to two pieces of
+// eight channels at a time, since the instructions between copies count.
 template <int kBytes>
 __device__ __forceinline__ void copy_chunk(const ShufflePlanesParams& p, uint32_t to, const unsigned char* from,
                                            int channels, int count, int thread) {
-  constexpr int kWarps = kShufflePlanesCopiers / 32;
   const int64_t channel_bytes = p.input_channel * 2;
+  const int bytes = count * 2;
+  const unsigned char* line = from + thread / 32 * 8 * channel_bytes;
 #pragma unroll 1
-  for (int first = thread / 32 * 8; first < 64; first += kWarps * 8) {
-    const unsigned char* const line = from + first * channel_bytes;
-    const bool whole = first + 8 <= channels;
+  for (int first = thread / 32 * 8; first < 64; first += kShufflePlanesCopiers / 4) {
 #pragma unroll 1
-    for (int byte = thread % 32 * kBytes; byte < count * 2; byte += 32 * kBytes) {
-      const uint32_t target = to + byte / 16 * p.pitch + byte % 16 + first * 16;
+    for (int byte = thread % 32 * kBytes; byte < bytes; byte += 64 * kBytes) {
+      const uint32_t target = to + byte / 16 * p.pitch + byte % 16 + first * 16, second = target + 2 * kBytes * p.pitch;
+      const bool both = byte + 32 * kBytes < bytes;
       const unsigned char* source = line + byte;
-      if (whole) {
+      if (first + 8 <= channels) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i, source += channel_bytes) copy_or_zero<kBytes>(target + i * 16, source, true);
+        for (int i = 0; i < 8; ++i, source += channel_bytes) {
+          copy_or_zero<kBytes>(target + i * 16, source, true);
+          if (both) copy_or_zero<kBytes>(second + i * 16, source + 32 * kBytes, true);
+        }
       } else {
 #pragma unroll 1
         for (int i = 0; i < 8; ++i, source += channel_bytes) {
-          copy_or_zero<kBytes>(target + i * 16, first + i < channels ? source : line + byte, first + i < channels);
+          const bool exists = first + i < channels;
+          copy_or_zero<kBytes>(target + i * 16, exists ? source : from, exists);
+          if (both) copy_or_zero<kBytes>(second + i * 16, exists ? source + 32 * kBytes : from, exists);
         }
       }
     }
-  }
-}
-
-// Columns that no copy reaches are finite, too.
-__device__ __forceinline__ void clear_slots(const ShufflePlanesParams& p, uint32_t base, int blocks, int thread) {
-  const int first = p.lines * p.width.divisor / 8;
-  for (int slot = 0; slot < p.slots; ++slot) {
-    for (int block = first; block < blocks; ++block) {
-      const uint32_t to = base + p.slots_begin + slot * p.slot_bytes + block * p.pitch + thread * 16;
-      if (thread < 64) asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-    }
-  }
-  asm volatile("bar.sync 1, %0;" ::"n"(kShufflePlanesCopiers) : "memory");
-}
-
-// Asks for an item's inputs in the second-level cache.
-__device__ __forceinline__ void prefetch_inputs(const unsigned char* from, int64_t channel_bytes, int channels,
-                                                int bytes, int thread) {
-  const int lines = bytes / 128 + 1;
-  for (int i = thread; i < channels * lines; i += kShufflePlanesCopiers) {
-    const unsigned char* const at = from + i / lines * channel_bytes + min(i % lines * 128, bytes - 1);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    line += kShufflePlanesCopiers / 4 * channel_bytes;
   }
 }
 
@@ -114,6 +99,30 @@ __device__ __forceinline__ const unsigned char* find_inputs(const ShufflePlanesP
   const int64_t at = static_cast<int64_t>(item.n) * p.in_channels * p.input_channel + item.depth * p.input_plane +
                      static_cast<int64_t>(item.tile) * p.lines * p.width.divisor;
   return static_cast<const unsigned char*>(p.input) + 2 * at;
+}
+
+// Asks for a tile's inputs in the second-level cache.
+__device__ __forceinline__ void prefetch_tile(const ShufflePlanesParams& p, int tile, int thread) {
+  const ShufflePlanesItem item = find_shuffle_planes_item(p, tile);
+  const unsigned char* const from = find_inputs(p, item);
+  const int bytes = item.count * 2, lines = bytes / 128 + 1, step = kShufflePlanesCopiers / lines;
+  const int first = thread / lines, byte = min((thread - first * lines) * 128, bytes - 1);
+  if (first >= step) return;
+  for (int channel = first; channel < p.in_channels; channel += step) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + byte + channel * (p.input_channel * 2)));
+  }
+}
+
+// Columns that no copy reaches are finite, too.
+__device__ __forceinline__ void clear_slots(const ShufflePlanesParams& p, uint32_t base, int thread) {
+  const int first = p.lines * p.width.divisor / 8, blocks = p.slot_bytes / p.pitch;
+  for (int slot = 0; slot < p.slots; ++slot) {
+    for (int block = first; block < blocks; ++block) {
+      const uint32_t to = base + p.slots_begin + slot * p.slot_bytes + block * p.pitch + thread * 16;
+      if (thread < 64) asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
+  }
+  asm volatile("bar.sync 1, %0;" ::"n"(kShufflePlanesCopiers) : "memory");
 }
 
 // Until a word of shared memory is no less.
@@ -133,6 +142,8 @@ __device__ __forceinline__ void copy_inputs(const ShufflePlanesParams& p, uint32
   int near = 0;
   ShufflePlanesWork work = find_first_work(p, blockIdx.x, gridDim.x);
   bool any = find_work(p, work);
+  if (any) prefetch_tile(p, work.tile, thread);
+  clear_slots(p, base, thread);
   while (any) {
     const ShufflePlanesItem item = find_shuffle_planes_item(p, work.tile);
     const unsigned char* from = find_inputs(p, item);
@@ -154,8 +165,7 @@ __device__ __forceinline__ void copy_inputs(const ShufflePlanesParams& p, uint32
     if (any) {
       ++near;
       if (p.slots < 2 * p.chunks) wait_for_count(barriers.near_end(), near);
-      const ShufflePlanesItem then = find_shuffle_planes_item(p, work.tile);
-      prefetch_inputs(find_inputs(p, then), p.input_channel * 2, p.in_channels, then.count * 2, thread);
+      prefetch_tile(p, work.tile, thread);
     }
   }
 }
@@ -222,33 +232,49 @@ __device__ __forceinline__ void make_planes(const ShufflePlanesParams& p, uint32
   constexpr int kTeams = kShufflePlanesTeams<kColumns>;
   const ShufflePlanesBarriers barriers{base + p.barriers};
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), warpgroup = warp / 4;
-  const uint32_t staging = base + p.staging + warp * ((16 >> p.taps_shift) * p.run_bytes);
+  const uint32_t staging = base + p.staging + warp % 4 * ((16 >> p.taps_shift) * p.run_bytes);
   const uint32_t next_turn = barriers.turn(warpgroup + 1 == kTeams ? 0 : warpgroup + 1);
-  uint32_t places[(kColumns + 15) / 16];
-  find_planes_places<kTaps>(p, places);
+  if (warpgroup == 0) find_planes_places<kTaps, kColumns>(p, base + p.places);
   const int pair = find_pair<kTaps>(p);
   BarrierRing ring, slot;
   advance_ring(ring, p.stages, warpgroup * p.chunks);
+  // The buffer that a warp staged in last is another warpgroup's next, or, of two warpgroups, its own.
+  const auto release_buffer = [&](int made) {
+    if (made < kTeams) return;
+    if (elect_one()) {
+      wait_for_bulk_reads();
+      if (kTeams == 3) mbarrier_arrive(barriers.empty_buffer((made - 3) & 1));
+    }
+    __syncwarp();
+  };
   __syncthreads();
-  int turn = warpgroup > 0;  // the first warpgroup begins without being told
-  int of_tile = warpgroup;   // the warpgroup's next 64 rows
+  ShufflePlanesPlaces<kColumns> places;
+  places.begin(base + p.places);
+  int made = warpgroup;     // of the block, 64 rows each
+  int of_tile = warpgroup;  // the warpgroup's next ones
   ShufflePlanesWork work = find_first_work(p, blockIdx.x, gridDim.x);
   while (find_work(p, work)) {
     const ShufflePlanesItem item = find_shuffle_planes_item(p, work.tile);
     if (of_tile >= work.count) skip_slots(p, base, slot);
-    for (; of_tile < work.count; of_tile += kTeams, ++turn) {
+    for (; of_tile < work.count; of_tile += kTeams, made += kTeams) {
       const int row = (work.row_tile + of_tile) * 64 + warp % 4 * 16;
       float sum[kColumns / 8][4];
       const T term = load_term<T>(p, row + find_pair_row<kTaps>(p));
       const int64_t target = find_planes_run(p, item, row >> p.taps_shift, kTaps);
+      const int turn = made / kTeams + (warpgroup > 0);  // the first warpgroup begins without being told
+      if (kTeams == 3) release_buffer(made);
       if (turn > 0) mbarrier_wait(barriers.turn(warpgroup), (turn - 1) & 1);
       multiply_planes<T, kColumns>(p, base, next_turn, of_tile < kTeams, of_tile + kTeams >= work.count, ring, slot,
                                    sum);
-      store_planes<T, kTaps, kColumns>(p, item, sum, to_accumulator(term), target, pair, places, staging, row);
+      if (kTeams == 2) release_buffer(made);
+      if (kTeams == 3 && made >= 2) mbarrier_wait(barriers.empty_buffer(made & 1), (made / 2 - 1) & 1);
+      store_planes<T, kTaps, kColumns>(p, item, sum, to_accumulator(term), target, pair, places,
+                                       staging + (made & 1) * p.buffer_bytes, row);
     }
     of_tile -= work.count;
     advance_ring(slot, p.slots, p.chunks);
   }
+  if (kTeams == 3) release_buffer(made);
 }
 
 template <typename T, int kTaps, int kColumns>
@@ -276,6 +302,7 @@ __global__ void __launch_bounds__(kShufflePlanesThreads<kColumns>, 1)
         mbarrier_init(barriers.empty_slot(i), kTeams * 4);
       }
       if (warp < kTeams) mbarrier_init(barriers.turn(warp), 4);
+      if (warp < 2) mbarrier_init(barriers.empty_buffer(warp), 4);
       if (warp == 3) {
         asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(barriers.near_end()), "r"(0) : "memory");
       }
@@ -284,7 +311,6 @@ __global__ void __launch_bounds__(kShufflePlanesThreads<kColumns>, 1)
     __syncwarp();
     __syncthreads();
     if (warp > 0) {
-      clear_slots(p, base, kColumns / 8, threadIdx.x % 128 - 32);
       copy_inputs(p, base, threadIdx.x % 128 - 32);
     } else if (one) {
       copy_weights(p, base);

@@ -26,10 +26,10 @@ struct ShufflePlanesParams {
   int taps_shift;  // of a plane: log2
   int chunks;
   int slots, slot_bytes, pitch, stages;
-  int run_bytes;
+  int run_bytes, buffer_bytes;
   bool skews;
   int copy;  // bytes of a copy of inputs: 16, 8 or 4
-  int slots_begin, staging, barriers;
+  int slots_begin, staging, barriers, places;
   int64_t input_plane, output_plane;  // elements of a channel; of a depth of it
   int64_t input_channel, output_channel;
   int64_t next_channel;  // of outputs, from the end of the last depth tap's plane of an item

@@ -96,23 +96,51 @@ __device__ __forceinline__ void stage_words(const uint32_t (&word)[2], uint32_t 
 #endif
 }
 
-// Where a lane's pairs of positions go in a run, in bytes, two in a register, where they stay; 0xffff: nowhere.
-template <int kTaps, int kWords>
-__device__ __forceinline__ void find_planes_places(const ShufflePlanesParams& p, uint32_t (&places)[kWords]) {
+// Where pairs of positions go in a run, in bytes, two in a word, 0xffff: nowhere; those of every fourth lane 64 bytes
+// apart in shared memory. A warpgroup.
+template <int kTaps, int kColumns>
+__device__ __forceinline__ void find_planes_places(const ShufflePlanesParams& p, uint32_t to) {
+  const int lane = threadIdx.x % 128 / 16, j = threadIdx.x % 16;
+  if (lane >= 4 || j >= (kColumns + 15) / 16) return;
   const int skipped = (p.kernel_height - 1) * p.width.divisor * (kTaps * 2);
+  uint32_t places = 0;
 #pragma unroll
-  for (int j = 0; j < kWords; ++j) {
-    places[j] = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int position = (2 * j + half) * 8 + threadIdx.x % 4 * 2;
-      int rest = position;
-      const int line = p.width(rest), place = position * (kTaps * 2) + line * skipped;
-      places[j] |= (line >= p.lines ? 0xffffu : static_cast<uint32_t>(place)) << half * 16;
-    }
-    asm volatile("" : "+r"(places[j]));
+  for (int half = 0; half < 2; ++half) {
+    const int position = (2 * j + half) * 8 + lane * 2;
+    int rest = position;
+    const int line = p.width(rest), place = position * (kTaps * 2) + line * skipped;
+    places |= (line >= p.lines ? 0xffffu : static_cast<uint32_t>(place)) << half * 16;
   }
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + lane * 64 + j * 4), "r"(places) : "memory");
 }
+
+// A lane's of them: in registers where there are enough, else loaded when they are needed.
+template <int kColumns>
+struct ShufflePlanesPlaces {
+  static constexpr bool kHeld = shuffle_planes_teams(kColumns) == 2;
+  static constexpr int kWords = kHeld ? (kColumns + 15) / 16 : 1;
+  uint32_t from, held[kWords];
+
+  __device__ __forceinline__ void begin(uint32_t table) {
+    from = table + threadIdx.x % 4 * 64;
+#pragma unroll
+    for (int j = 0; kHeld && j < kWords; ++j) {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(held[j]) : "r"(from + j * 4) : "memory");
+    }
+  }
+  // Those of four blocks of positions.
+  __device__ __forceinline__ void find(int first, uint32_t (&places)[2]) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        places[i] = first / 2 + i < kWords ? held[first / 2 + i] : 0;
+        asm volatile("" : "+r"(places[i]));  // no copies of both halves
+      }
+    } else {
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(places[0]), "=r"(places[1]) : "r"(from + first * 2));
+    }
+  }
+};
 
 // What bias adds to a lane's rows, two taps of a channel.
 template <typename T>
@@ -135,12 +163,12 @@ __device__ __forceinline__ int find_pair(const ShufflePlanesParams& p) {
   return (row >> p.taps_shift) * p.run_bytes + height * p.width.divisor * (kTaps * 2) + row % kTaps * 4;
 }
 
-// Stores 64 rows' outputs. `staging`: the warp's part of shared memory, whose last stores may still be read; `target`:
-// where the first run goes, in elements.
+// Stores 64 rows' outputs. `staging`: the warp's part of shared memory; `target`: where the first run goes, in
+// elements.
 template <typename T, int kTaps, int kColumns>
 __device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const ShufflePlanesItem& item,
                                              float (&sum)[kColumns / 8][4], float term, int64_t target, int pair,
-                                             const uint32_t (&places)[(kColumns + 15) / 16], uint32_t staging,
+                                             const ShufflePlanesPlaces<kColumns>& places, uint32_t staging,
                                              int first_row) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   constexpr int kBlocks = kColumns / 8;
@@ -160,12 +188,11 @@ __device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const
   uint32_t at = staging + pair;
   if (p.skews)
     at += find_skew(p, find_planes_run(p, item, first_run + (find_pair_row<kTaps>(p) >> p.taps_shift), kTaps));
-  if (elect_one()) wait_for_bulk_reads();
-  __syncwarp();
   // Several at a time: a store would wait for its own place.
 #pragma unroll
   for (int first = 0; first < kBlocks; first += 4) {
-    uint32_t words[4][2];
+    uint32_t words[4][2], place[2];
+    places.find(first, place);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (first + i >= kBlocks) continue;
@@ -177,9 +204,7 @@ __device__ __forceinline__ void store_planes(const ShufflePlanesParams& p, const
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (first + i >= kBlocks) continue;
-      uint32_t place = places[(first + i) / 2];
-      asm volatile("" : "+r"(place));  // no copies of both halves
-      stage_words<T>(words[i], at, (first + i) % 2 == 0 ? place & 0xffff : place >> 16, mark);
+      stage_words<T>(words[i], at, i % 2 == 0 ? place[i / 2] & 0xffff : place[i / 2] >> 16, mark);
     }
   }
   __syncwarp();
