@@ -75,7 +75,8 @@ inline bool finish_shuffle_planes_tile(const Problem& p, ShufflePlanesTile& t) {
   // A chunk's slot serves all of a tile's rows; further ones take the next tile's first.
   const int64_t left = kShufflePlanesShared - 2 * t.buffer_bytes - 896;
   const int64_t room = (left - 6 * kShufflePlanesStage) / t.slot_bytes;
-  t.slots = std::max(t.chunks, static_cast<int>(std::min(room, int64_t{2} * t.chunks)));
+  const int most = std::min(2 * t.chunks, kShufflePlanesMaxSlots);
+  t.slots = std::max(t.chunks, static_cast<int>(std::min<int64_t>(room, most)));
   if (t.slots > kShufflePlanesMaxSlots) return false;
   t.stages = static_cast<int>(
       std::min<int64_t>((left - int64_t{t.slots} * t.slot_bytes) / kShufflePlanesStage, kShufflePlanesMaxStages));

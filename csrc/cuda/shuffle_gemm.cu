@@ -22,11 +22,6 @@ int few_line_shift(const Problem& problem) {
   return problem.in_channels == kShuffleGemmFewChannels && problem.batch * problem.in_positions() % 4 == 0 ? 2 : 0;
 }
 
-// Whether inputs are read once and are more than outputs, which they would push out of the cache.
-bool read_once(const Problem& problem, const ShuffleGemmTile& t) {
-  return t.column_blocks == 1 && problem.in_elements() > problem.out_elements();
-}
-
 void set_store(const Problem& problem, ShuffleGemmParams& p) {
   const bool contiguous = problem.layout == Layout::kContiguous;
   const int64_t inner = contiguous ? 1 : problem.out_channels;
@@ -63,7 +58,6 @@ ShuffleGemmParams make_params(const Problem& problem, const ShuffleGemmTile& t, 
   p.group_out = static_cast<int>(problem.out_channels_per_group());
   p.columns = static_cast<int>(p.group_out * problem.kernel_positions());
   p.channel_columns = fast_divide(contiguous ? static_cast<int>(problem.kernel_positions()) : p.group_out);
-  p.once = read_once(problem, t);
   p.resident = t.resident, p.by_hand = t.by_hand, p.whole_weights = p.columns % 64 == 0;
   p.boxed = t.box.width > 0;
   p.tiles = static_cast<int>(p.boxed ? t.tiles : shuffle_gemm_tiles(problem, packed));
@@ -110,27 +104,24 @@ int64_t packed_pitch(const Problem& problem) { return round_up(problem.batch * p
 
 // Inputs: contiguous (positions, channels, groups, batch), packed ones without batch; channels_last (channels, groups,
 // positions), by boxes (channels, groups, positions, lines, slices).
-cudaError_t make_input_map(const Problem& problem, const ShuffleGemmTile& t, bool packed, const void* input,
+cudaError_t make_input_map(const Problem& problem, const ShuffleGemmBox& box, bool packed, const void* input,
                            CUtensorMap& map) {
-  const ShuffleGemmBox& box = t.box;
-  const auto promotion =
-      read_once(problem, t) ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
   const cuuint64_t positions = problem.in_positions(), in = problem.in_channels_per_group(), groups = problem.groups;
   const cuuint64_t batch = problem.batch;
   if (problem.layout == Layout::kContiguous) {
     const cuuint64_t pitch = packed ? packed_pitch(problem) : positions;
     return encode_map(problem.dtype, input, {packed ? batch * positions : positions, in, groups, packed ? 1 : batch},
-                      {pitch * 2, pitch * in * 2, pitch * in * groups * 2}, {64, 64, 1, 1}, map, promotion);
+                      {pitch * 2, pitch * in * 2, pitch * in * groups * 2}, {64, 64, 1, 1}, map);
   }
   const cuuint64_t pixel = in * groups * 2;
   if (box.width > 0) {
     const cuuint64_t width = problem.axis[2].in, line = pixel * width, lines = box.lines, slices = box.slices;
     const auto box_width = static_cast<cuuint32_t>(box.width), box_height = static_cast<cuuint32_t>(box.height);
     return encode_map(problem.dtype, input, {in, groups, width, lines, slices}, {in * 2, pixel, line, line * lines},
-                      {64, 1, box_width, box_height, 1}, map, promotion);
+                      {64, 1, box_width, box_height, 1}, map);
   }
   return encode_map(problem.dtype, input, {in, groups, positions * batch, 1},
-                    {in * 2, pixel, pixel * positions * batch}, {64, 1, 64, 1}, map, promotion);
+                    {in * 2, pixel, pixel * positions * batch}, {64, 1, 64, 1}, map);
 }
 
 // Weights: (columns, channels, 1, groups), or by 64 columns (64, channels, columns / 64, groups).
@@ -406,7 +397,7 @@ cudaError_t launch_tile(const Problem& problem, const ShuffleGemmTile& t, const 
           return launch_few<T, decltype(rectify)::value>(problem, t, p, maps, after_packing, stream);
         });
       }
-      if (error == cudaSuccess) error = make_input_map(problem, t, packed, read_input, maps.inputs);
+      if (error == cudaSuccess) error = make_input_map(problem, t.box, packed, read_input, maps.inputs);
       if (error == cudaSuccess && !t.by_hand) error = make_weight_map(problem, t.columns, read_weight, maps.weights);
       if (error == cudaSuccess && t.store == ShuffleGemmStore::kBoxes) {
         error = make_output_map(problem, t.box, output, maps.outputs);

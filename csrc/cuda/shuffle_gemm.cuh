@@ -192,11 +192,8 @@ __global__ void __launch_bounds__(kWarpgroups * 128 + 128, 1)
     if (copier > 1) return;
     if (elect_one()) {
       wait_for_previous_grid();  // for packed tensors
-      constexpr bool kBoxes = kStore == ShuffleGemmStore::kBoxes;
-      if (copier == 0 && p.once) {  // leave the cache first
-        copy_inputs<kContiguous, kBoxes>(p, base, &inputs, evict_first_policy());
-      } else if (copier == 0) {
-        copy_inputs<kContiguous, kBoxes>(p, base, &inputs);
+      if (copier == 0) {
+        copy_inputs<kContiguous, kStore == ShuffleGemmStore::kBoxes>(p, base, &inputs);
       } else if (!p.by_hand) {
         copy_weights<kColumns>(p, base, &weights);
       }

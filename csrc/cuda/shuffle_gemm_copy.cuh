@@ -5,7 +5,6 @@
 #include <cuda.h>
 
 #include "device/barrier.cuh"
-#include "device/bulk.cuh"
 #include "device/elect.cuh"
 #include "device/prefetch_map.cuh"
 #include "device/tensor_copy.cuh"
@@ -50,16 +49,16 @@ __device__ __forceinline__ ShuffleGemmSource find_source(const ShuffleGemmParams
   return source;
 }
 
-// Inputs of a tile, one chunk of channels; `policy`: none or that of the copy.
-template <bool kContiguous, bool kBoxes, typename... Policy>
+// Inputs of a tile, one chunk of channels.
+template <bool kContiguous, bool kBoxes>
 __device__ __forceinline__ void load_inputs(const CUtensorMap* map, uint32_t to, const ShuffleGemmSource& from,
-                                            int chunk, int group, uint32_t barrier, Policy... policy) {
+                                            int chunk, int group, uint32_t barrier) {
   if constexpr (kContiguous) {
-    load_box(policy..., to, map, from.position, chunk * 64, group, from.n, barrier);
+    load_box(to, map, from.position, chunk * 64, group, from.n, barrier);
   } else if constexpr (kBoxes) {
-    load_box(policy..., to, map, chunk * 64, group, from.position, from.n, from.slice, barrier);
+    load_box(to, map, chunk * 64, group, from.position, from.n, from.slice, barrier);
   } else {
-    load_box(policy..., to, map, chunk * 64, group, from.position, 0, barrier);
+    load_box(to, map, chunk * 64, group, from.position, 0, barrier);
   }
 }
 // Weights of a block of columns, one chunk of channels: at once, or where columns are no multiple of 64 that many.
@@ -78,9 +77,8 @@ __device__ __forceinline__ void load_weights(const ShuffleGemmParams& p, const C
 
 // Copies the inputs of all items, as soon as there is a place. One thread: what it does between two copies is kept
 // short, since products wait for it.
-template <bool kContiguous, bool kBoxes, typename... Policy>
-__device__ __forceinline__ void copy_inputs(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* map,
-                                            Policy... policy) {
+template <bool kContiguous, bool kBoxes>
+__device__ __forceinline__ void copy_inputs(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* map) {
   const ShuffleGemmBarriers barriers{base + p.barriers};
   constexpr int kPlace = 8192;
   const int of_tile = !kContiguous && kBoxes ? p.box_positions * 128 : kPlace;
@@ -95,10 +93,8 @@ __device__ __forceinline__ void copy_inputs(const ShuffleGemmParams& p, uint32_t
       const uint32_t to = base + p.ring + ring.place * p.stage_bytes, full = barriers.full(ring.place);
       mbarrier_wait(barriers.empty(ring.place), ring.parity ^ 1);
       mbarrier_arrive_expecting(full, bytes);
-      load_inputs<kContiguous, kBoxes>(map, to, from, chunk, item.group, full, policy...);
-      if (bytes > of_tile) {
-        load_inputs<kContiguous, kBoxes>(map, to + kPlace, second, chunk, item.group, full, policy...);
-      }
+      load_inputs<kContiguous, kBoxes>(map, to, from, chunk, item.group, full);
+      if (bytes > of_tile) load_inputs<kContiguous, kBoxes>(map, to + kPlace, second, chunk, item.group, full);
     }
   }
 }

@@ -15,7 +15,6 @@ struct ShuffleGemmParams {
   bool resident, by_hand;
   bool whole_weights;  // columns of a group are a multiple of 64
   bool flat;           // tiles are of all samples' positions
-  bool once;           // inputs are read once, and are more than outputs
   int stages, stage_bytes;
   int buffers;  // of a warpgroup's staging
   int ring, barriers, staging, terms, offsets;

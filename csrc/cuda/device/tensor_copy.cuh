@@ -30,27 +30,6 @@ __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map
       : "memory");
 #endif
 }
-// The same with a policy of the second cache.
-__device__ __forceinline__ void load_box(uint64_t policy, uint32_t target, const CUtensorMap* map, int at0, int at1,
-                                         int at2, int at3, int at4, uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, %4, %5, %6}], [%7], %8;" ::"r"(target),
-      "l"(map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(at4), "r"(barrier), "l"(policy)
-      : "memory");
-#endif
-}
-__device__ __forceinline__ void load_box(uint64_t policy, uint32_t target, const CUtensorMap* map, int at0, int at1,
-                                         int at2, int at3, uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3, %4, %5}], [%6], %7;" ::"r"(target),
-      "l"(map), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(barrier), "l"(policy)
-      : "memory");
-#endif
-}
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, int at0, int at1, int at2,
                                          uint32_t barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
