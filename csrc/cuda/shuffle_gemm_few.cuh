@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_few_tables(const ShuffleGemmParams& p, T (&
   for (int j = 0; j < kShuffleGemmFewLoads; ++j) {
     const int i = threadIdx.x + j * kShuffleGemmFewThreads;
     const int column = i % kShuffleGemmFewColumns, row = i / kShuffleGemmFewColumns;
-    value[j] = T(0.f);
+    value[j] = T{};
     if (column >= p.columns) continue;
     if (row < p.group_in) {
       value[j] = __ldg(static_cast<const T*>(p.weight) + row * p.columns + column);
