@@ -241,6 +241,16 @@ struct ShuffleGemmMaps {
   CUtensorMap inputs, weights, outputs;
 };
 
+// After a launch that packs it starts early, and waits on the device.
+template <typename Kernel, typename... Args>
+cudaError_t launch_blocks(Kernel* kernel, int64_t blocks, int threads, int shared_bytes, bool after_packing,
+                          cudaStream_t stream, const Args&... args) {
+  const dim3 grid(static_cast<unsigned>(blocks));
+  if (after_packing) return launch_early(kernel, grid, threads, shared_bytes, stream, args...);
+  kernel<<<grid, threads, shared_bytes, stream>>>(args...);
+  return cudaGetLastError();
+}
+
 template <typename T, int kTaps, int kColumns, ShuffleGemmStore kStore, int kWarpgroups, bool kRectify, bool kWhole>
 cudaError_t launch_kernel(const ShuffleGemmTile& t, ShuffleGemmParams p, const ShuffleGemmMaps& maps,
                           bool after_packing, cudaStream_t stream) {
@@ -260,14 +270,8 @@ cudaError_t launch_kernel(const ShuffleGemmTile& t, ShuffleGemmParams p, const S
   const bool single = p.items <= blocks * p.teams;
   p.takes_turns = p.teams > 1 && !(single && p.teams * t.chunks <= t.stages);
   p.hand_over = single && p.teams == 2 ? std::clamp(2 * t.chunks - 1 - t.stages, 0, t.chunks - 1) : t.chunks - 1;
-  // After a launch that packs it starts early, and waits on the device.
-  if (after_packing) {
-    return launch_early(kernel, dim3(static_cast<unsigned>(blocks)), kThreads, t.shared_bytes, stream, maps.inputs,
-                        maps.weights, maps.outputs, p);
-  }
-  kernel<<<static_cast<unsigned>(blocks), kThreads, t.shared_bytes, stream>>>(maps.inputs, maps.weights, maps.outputs,
-                                                                              p);
-  return cudaGetLastError();
+  return launch_blocks(kernel, blocks, kThreads, t.shared_bytes, after_packing, stream, maps.inputs, maps.weights,
+                       maps.outputs, p);
 }
 
 template <typename T, int kTaps, bool kRectify>
@@ -340,12 +344,7 @@ cudaError_t launch_lines(const ShuffleGemmTile& t, const ShuffleGemmParams& p, c
   if (error != cudaSuccess) return error;
   const int64_t blocks = std::min<int64_t>(resident, p.items) / t.column_blocks * t.column_blocks;
   if (blocks == 0) return cudaErrorNotSupported;
-  const dim3 grid(static_cast<unsigned>(blocks));
-  if (after_packing) {
-    return launch_early(kernel, grid, kThreads, t.shared_bytes, stream, maps.inputs, maps.weights, p);
-  }
-  kernel<<<grid, kThreads, t.shared_bytes, stream>>>(maps.inputs, maps.weights, p);
-  return cudaGetLastError();
+  return launch_blocks(kernel, blocks, kThreads, t.shared_bytes, after_packing, stream, maps.inputs, maps.weights, p);
 }
 
 template <typename T, bool kRectify>
@@ -357,13 +356,8 @@ cudaError_t launch_few(const Problem& problem, const ShuffleGemmTile& t, const S
   const cudaError_t error =
       count_resident_blocks(kernel, kShuffleGemmFewThreads, t.shared_bytes, t.shared_bytes, resident);
   if (error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(resident, t.items));
-  if (after_packing) {
-    return launch_early(kernel, dim3(blocks), kShuffleGemmFewThreads, t.shared_bytes, stream, maps.inputs, maps.outputs,
-                        p);
-  }
-  kernel<<<blocks, kShuffleGemmFewThreads, t.shared_bytes, stream>>>(maps.inputs, maps.outputs, p);
-  return cudaGetLastError();
+  return launch_blocks(kernel, std::min<int64_t>(resident, t.items), kShuffleGemmFewThreads, t.shared_bytes,
+                       after_packing, stream, maps.inputs, maps.outputs, p);
 }
 
 template <typename T>
