@@ -61,6 +61,9 @@ struct ShuffleGemmTile {
   // Shared memory in bytes: where each part begins; resident weights come first.
   int ring, staging, terms, offsets, barriers, shared_bytes;
   double cost_ms;
+
+  // Of warpgroups that make an item together: of kLines 64 rows each, of others a tile each.
+  int teams() const { return warpgroups / (store == ShuffleGemmStore::kLines ? columns / 64 : sharing); }
 };
 
 // Whether tensor copies cannot read the inputs: contiguous planes of sizes that are no multiple of 16 bytes. Planes of
@@ -136,7 +139,7 @@ inline bool finish_shuffle_gemm_lines(const Problem& p, ShuffleGemmTile& t) {
   if (p.axis[2].kernel != 2 || p.axis[2].out() % 16 != 0 || columns <= 64) return false;
   if (t.column_blocks > kShuffleGemmBlocks) return false;
   const int64_t weights = int64_t{t.chunks} * t.columns * 128;
-  const int staging = 16 * kShuffleGemmLinesStaging, teams = 256 / t.columns;
+  const int staging = 16 * kShuffleGemmLinesStaging, teams = t.teams();
   const int64_t left = kShuffleGemmShared - weights - staging - 1024;
   t.stage_bytes = kShuffleGemmLinesStage;
   t.stages = static_cast<int>(std::min<int64_t>(left / t.stage_bytes, kShuffleGemmMaxStages)) / teams;
@@ -216,11 +219,11 @@ inline double shuffle_gemm_tile_cost_ms(const Problem& p, const ShuffleGemmTile&
     return shuffle_gemm_longer(0.009 + made_ms, 0.009 + p.bytes() / 3.9e9);
   }
   if (t.store == ShuffleGemmStore::kLines) {
-    const int64_t teams = kShuffleGemmBlocks / t.column_blocks * t.column_blocks * (256 / t.columns);
+    const int64_t teams = kShuffleGemmBlocks / t.column_blocks * t.column_blocks * t.teams();
     const double made_ms = double(ceil_div(t.items, teams)) * (1024 * t.chunks + 1700) / 1.755e6;
     return shuffle_gemm_longer(0.0065 + made_ms, 0.004 + p.bytes() / 3.75e9);
   }
-  const int teams = t.warpgroups / t.sharing;
+  const int teams = t.teams();
   const int64_t blocks = t.resident ? kShuffleGemmBlocks / parts * parts : kShuffleGemmBlocks;
   const int64_t rounds = ceil_div(t.items, blocks);
   const double inputs = t.sharing * 8192, weights = t.columns * 128;

@@ -158,10 +158,10 @@ cudaError_t launch_pack(const Problem& problem, const PhasePixelsTile& t, const 
   }
   if (copies_packed(problem, p.input)) {
     q.image = static_cast<int>(problem.in_positions());
-    q.position_blocks = ceil_div(q.image, kPhasePixelsPackTile);
+    q.position_blocks = ceil_div(q.image, kPhasePackTile);
     q.padded_channels = static_cast<int>(phase_pixels_channels(t));
     q.all_channels = static_cast<int>(q.padded_channels * problem.groups);
-    q.channel_blocks = ceil_div(q.all_channels, kPhasePixelsPackTile);
+    q.channel_blocks = ceil_div(q.all_channels, kPhasePackTile);
     blocks += q.position_blocks * q.channel_blocks * problem.batch;
   }
   if (blocks >= int64_t{1} << 31) return cudaErrorNotSupported;

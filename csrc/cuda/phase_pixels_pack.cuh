@@ -1,13 +1,12 @@
 // Brings weights, and inputs that are not aligned, into the layout that the phase GEMM's copies read.
 #pragma once
 
+#include "phase_pack.cuh"
 #include "phase_pixels_item.cuh"
-#include "phase_taps.cuh"
 
 namespace fastconvt::cuda {
 
 constexpr int kPhasePixelsPackThreads = 256;
-constexpr int kPhasePixelsPackTile = 64;  // channels, and positions
 
 struct PhasePixelsPackParams {
   int64_t weight_blocks;  // of the grid; the others pack inputs
@@ -22,10 +21,6 @@ struct PhasePixelsPackParams {
   bool weight_pairs;    // neighbouring taps are aligned as one word
 };
 
-// A tile of 64 rows, channels, by 64 columns, neighbours in memory: two columns are a word.
-constexpr int kPhasePixelsPackPitch = kPhasePixelsPackTile / 2 + 1;  // keeps banks apart
-using PhasePixelsPackTile = uint32_t[kPhasePixelsPackTile][kPhasePixelsPackPitch];
-
 // Two neighbouring columns of which the first `count` exist.
 template <typename T>
 __device__ __forceinline__ uint32_t load_pair(const T* from, int64_t step, int64_t count) {
@@ -35,18 +30,6 @@ __device__ __forceinline__ uint32_t load_pair(const T* from, int64_t step, int64
     if (k < count) pair.value[k] = from[k * step];
   }
   return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Eight channels, from number 8 * granule on, of two columns.
-__device__ __forceinline__ void read_tile(const PhasePixelsPackTile& tile, int granule, int pair, uint4& even,
-                                          uint4& odd) {
-  uint32_t low[4], high[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const uint32_t a = tile[granule * 8 + 2 * k][pair], b = tile[granule * 8 + 2 * k + 1][pair];
-    low[k] = __byte_perm(a, b, 0x5410), high[k] = __byte_perm(a, b, 0x7632);
-  }
-  even = {low[0], low[1], low[2], low[3]}, odd = {high[0], high[1], high[2], high[3]};
 }
 
 // Where, in units of 16 bytes, 8 output channels of a tap of an input channel stand in the units that stages have: a
@@ -112,10 +95,10 @@ __device__ __forceinline__ void pack_weights(const PhasePixelsParams& p, const P
 // A block moves 64 channels of 64 positions of a batch entry.
 template <typename T>
 __device__ __forceinline__ void pack_input(const PhasePixelsParams& p, const PhasePixelsPackParams& q, int64_t block,
-                                           PhasePixelsPackTile& tile, uint4* packed) {
-  const int64_t first = block % q.position_blocks * kPhasePixelsPackTile;
+                                           PhasePackTile& tile, uint4* packed) {
+  const int64_t first = block % q.position_blocks * kPhasePackTile;
   const int64_t rest = block / q.position_blocks;
-  const int first_channel = static_cast<int>(rest % q.channel_blocks) * kPhasePixelsPackTile;
+  const int first_channel = static_cast<int>(rest % q.channel_blocks) * kPhasePackTile;
   const int64_t n = rest / q.channel_blocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t position = first + 2 * lane;
@@ -147,7 +130,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPhasePixelsPackThreads)
     phase_pixels_pack_kernel(const __grid_constant__ PhasePixelsParams p,
                              const __grid_constant__ PhasePixelsPackParams q, uint4* weights, uint4* inputs) {
-  __shared__ PhasePixelsPackTile tile;
+  __shared__ PhasePackTile tile;
   let_next_grid_begin();
   const int64_t block = blockIdx.x;
   if (block < q.weight_blocks) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/tf32.cuh"
-#include "phase_taps.cuh"
+#include "phase_pack.cuh"
 #include "phase_tf32_store.cuh"
 
 namespace fastconvt::cuda {

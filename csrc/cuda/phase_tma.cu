@@ -152,7 +152,7 @@ cudaError_t launch_pack(const Problem& problem, const PhaseTmaTile& t, const Pha
   q.position_blocks = ceil_div(q.image, kPhaseTmaPackColumns);
   q.padded_channels = static_cast<int>(phase_tma_channels(t));
   q.all_channels = static_cast<int>(q.padded_channels * problem.groups);
-  q.channel_blocks = ceil_div(q.all_channels, kPhaseTmaPackTile);
+  q.channel_blocks = ceil_div(q.all_channels, kPhasePackTile);
   q.pairs = p.contiguous && q.image % 2 == 0 && reinterpret_cast<uintptr_t>(p.input) % 4 == 0;
   q.weight_pairs = p.group_out * p.taps % 2 == 0 && reinterpret_cast<uintptr_t>(p.weight) % 4 == 0;
   int64_t blocks = q.weight_blocks;

@@ -1,15 +1,14 @@
 // Brings weights, and contiguous inputs, into the layout that the phase GEMM's copies read.
 #pragma once
 
-#include "phase_taps.cuh"
+#include "phase_pack.cuh"
 #include "phase_tma_item.cuh"
 
 namespace fastconvt::cuda {
 
 constexpr int kPhaseTmaPackThreads = 256;
-constexpr int kPhaseTmaPackTile = 64;  // channels, and positions
 constexpr int kPhaseTmaPackTiles = 2;  // of a block, side by side: more loads at once, and longer runs of stores
-constexpr int kPhaseTmaPackColumns = kPhaseTmaPackTiles * kPhaseTmaPackTile;
+constexpr int kPhaseTmaPackColumns = kPhaseTmaPackTiles * kPhasePackTile;
 
 struct PhaseTmaPackParams {
   int64_t weight_blocks;    // of the grid; the others pack inputs
@@ -42,10 +41,6 @@ __device__ __forceinline__ int64_t find_column(const PhaseTmaParams& p, const Ph
   return (unit * q.columns + row) * (p.chunk / 8);
 }
 
-// A tile of 64 rows, channels, by 64 columns, neighbours in memory: two columns are a word.
-constexpr int kPhaseTmaPackPitch = kPhaseTmaPackTile / 2 + 1;  // keeps banks apart
-using PhaseTmaPackTile = uint32_t[kPhaseTmaPackTile][kPhaseTmaPackPitch];
-
 // Two neighbouring columns of which the first `count` exist; `pairs`: their address is that of a word.
 template <typename T>
 __device__ __forceinline__ uint32_t load_pair(const T* from, int64_t step, int64_t count, bool pairs) {
@@ -63,23 +58,10 @@ __device__ __forceinline__ uint32_t load_pair(const T* from, int64_t step, int64
   return word;
 }
 
-// Eight channels, from number 8 * granule on, of two columns.
-__device__ __forceinline__ void read_tile(const PhaseTmaPackTile& tile, int granule, int pair, uint4& even,
-                                          uint4& odd) {
-  uint32_t low[4], high[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const uint32_t a = tile[granule * 8 + 2 * k][pair], b = tile[granule * 8 + 2 * k + 1][pair];
-    low[k] = __byte_perm(a, b, 0x5410), high[k] = __byte_perm(a, b, 0x7632);
-  }
-  even = {low[0], low[1], low[2], low[3]}, odd = {high[0], high[1], high[2], high[3]};
-}
-
 // A block's rows of two columns each, a warp's eight apart.
 using PhaseTmaPackWords = uint32_t[kPhaseTmaPackTiles][8];
 
-__device__ __forceinline__ void fill_tiles(PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles],
-                                           const PhaseTmaPackWords& word) {
+__device__ __forceinline__ void fill_tiles(PhasePackTile (&tile)[kPhaseTmaPackTiles], const PhaseTmaPackWords& word) {
 #pragma unroll
   for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
 #pragma unroll
@@ -91,7 +73,7 @@ __device__ __forceinline__ void fill_tiles(PhaseTmaPackTile (&tile)[kPhaseTmaPac
 // A block moves a chunk of input channels by 128 pairs of an output channel and a tap, which are neighbours in memory.
 template <typename T>
 __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const PhaseTmaPackParams& q, int64_t block,
-                                             PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
+                                             PhasePackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
   __shared__ int64_t places[kPhaseTmaPackColumns];
   __shared__ int rows[kPhaseTmaPackColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -107,7 +89,7 @@ __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const Phas
     const int c = warp + i * 8;
 #pragma unroll
     for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
-      const int column = first + j * kPhaseTmaPackTile + 2 * lane;
+      const int column = first + j * kPhasePackTile + 2 * lane;
       word[j][i] =
           load_pair(from + static_cast<int64_t>(c) * all + column, 1, c < channels ? all - column : 0, q.weight_pairs);
     }
@@ -129,7 +111,7 @@ __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const Phas
     read_tile(tile[j], granule, pair, value[0], value[1]);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int column = j * kPhaseTmaPackTile + 2 * pair + k, row = rows[column];
+      const int column = j * kPhasePackTile + 2 * pair + k, row = rows[column];
       if (row >= 0) packed[places[column] + (granule ^ (row * granules / 8 & (granules - 1)))] = value[k];
     }
   }
@@ -138,10 +120,10 @@ __device__ __forceinline__ void pack_weights(const PhaseTmaParams& p, const Phas
 // A block moves 64 channels of 128 positions of a batch entry.
 template <typename T>
 __device__ __forceinline__ void pack_input(const PhaseTmaParams& p, const PhaseTmaPackParams& q, int64_t block,
-                                           PhaseTmaPackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
+                                           PhasePackTile (&tile)[kPhaseTmaPackTiles], uint4* packed) {
   const int64_t first = block % q.position_blocks * kPhaseTmaPackColumns;
   const int64_t rest = block / q.position_blocks;
-  const int first_channel = static_cast<int>(rest % q.channel_blocks) * kPhaseTmaPackTile;
+  const int first_channel = static_cast<int>(rest % q.channel_blocks) * kPhasePackTile;
   const int64_t n = rest / q.channel_blocks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const T* const from = static_cast<const T*>(p.input) + n * p.in.batch;
@@ -154,7 +136,7 @@ __device__ __forceinline__ void pack_input(const PhaseTmaParams& p, const PhaseT
     const T* const row = from + (static_cast<int64_t>(group) * p.group_in + c) * p.in.channel;
 #pragma unroll
     for (int j = 0; j < kPhaseTmaPackTiles; ++j) {
-      const int64_t position = first + j * kPhaseTmaPackTile + 2 * lane;
+      const int64_t position = first + j * kPhasePackTile + 2 * lane;
       word[j][i] = load_pair(row + position * p.in.axis[2], p.in.axis[2], exists ? q.image - position : 0, q.pairs);
     }
   }
@@ -167,7 +149,7 @@ __device__ __forceinline__ void pack_input(const PhaseTmaParams& p, const PhaseT
     read_tile(tile[j], granule, pair, value[0], value[1]);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const int64_t to = first + j * kPhaseTmaPackTile + 2 * pair + k;
+      const int64_t to = first + j * kPhasePackTile + 2 * pair + k;
       if (to < q.image) packed[((n * q.image + to) * q.all_channels + first_channel) / 8 + granule] = value[k];
     }
   }
@@ -177,7 +159,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPhaseTmaPackThreads, 6)
     phase_tma_pack_kernel(const __grid_constant__ PhaseTmaParams p, const __grid_constant__ PhaseTmaPackParams q,
                           uint4* weights, uint4* inputs) {
-  __shared__ PhaseTmaPackTile tile[kPhaseTmaPackTiles];
+  __shared__ PhasePackTile tile[kPhaseTmaPackTiles];
   let_next_grid_begin();
   const int64_t block = blockIdx.x;
   if (block < q.weight_blocks) {

@@ -7,20 +7,6 @@
 
 namespace fastconvt::cuda {
 
-// A warp's outputs by the definition, where they are not finite.
-template <typename T>
-__device__ __noinline__ void repair_lines(const ShuffleGemmParams& p, int tile, int first_column) {
-  T* const output = static_cast<T*>(p.output);
-  for (int i = threadIdx.x % 32; i < 16 * 128; i += 32) {
-    const int at = i % 128, column = first_column + i / 128;
-    int n, position;
-    if (!find_position(p, tile + at / 64, at % 64, n, position) || column >= p.columns) continue;
-    T& to = output[find_output<true>(p, find_place_of(p, n, position), 0, column)];
-    if (is_finite(to_accumulator(to))) continue;
-    to = make_output<T, true>(p, n, position, 0, column);
-  }
-}
-
 // A team's inputs, two tiles of 64 positions an item. One thread.
 __device__ __forceinline__ void copy_lines(const ShuffleGemmParams& p, uint32_t base, const CUtensorMap* map,
                                            int team) {
@@ -144,7 +130,7 @@ __device__ __forceinline__ void make_lines(const ShuffleGemmParams& p, uint32_t 
     }
     if (__any_sync(~0u, is_marked(mark[0] | mark[1] | mark[2] | mark[3]))) {
       __syncwarp();
-      repair_lines<T>(p, tile, first_column);
+      for (int i = 0; i < 2; ++i) repair_tile<T, true, 16, 32>(p, tile + i, 0, first_column / 16);
     }
   }
 }
