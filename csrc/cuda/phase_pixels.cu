@@ -170,23 +170,6 @@ cudaError_t launch_pack(const Problem& problem, const PhasePixelsTile& t, const 
   return cudaGetLastError();
 }
 
-// A tensor as copies read it, the innermost axis dense, and their box.
-template <int kRank>
-cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&sizes)[kRank],
-                       const cuuint64_t (&pitches)[kRank - 1], const cuuint32_t (&box)[kRank],
-                       CUtensorMapSwizzle swizzle, CUtensorMap& map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  cuuint32_t steps[kRank];
-  std::fill(steps, steps + kRank, 1u);
-  const CUtensorMapDataType type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, kRank, const_cast<void*>(tensor), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
-}
-
 cudaError_t make_input_map(const Problem& problem, const PhasePixelsTile& t, const PhasePixelsParams& p,
                            void* workspace, CUtensorMap& map) {
   const bool packed = copies_packed(problem, p.input);
@@ -204,8 +187,8 @@ cudaError_t make_input_map(const Problem& problem, const PhasePixelsTile& t, con
   const CUtensorMapSwizzle swizzle = t.chunk == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : t.chunk == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
-  return encode_map(problem.dtype, packed ? packed_input(problem, t, workspace) : p.input, sizes, pitches, box, swizzle,
-                    map);
+  return encode_map(problem.dtype, packed ? packed_input(problem, t, workspace) : p.input, sizes, pitches, box, map,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, swizzle);
 }
 
 // Output channels, input channels of a group, taps, groups.
@@ -216,8 +199,8 @@ cudaError_t make_weight_map(const Problem& problem, const PhasePixelsParams& p, 
   const cuuint64_t pitches[3] = {row, pixel, row * p.group_in};
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(std::min(p.unit_columns, 64)), static_cast<cuuint32_t>(p.chunk),
                              static_cast<cuuint32_t>(p.copied_taps), 1};
-  return encode_map(problem.dtype, p.weight, sizes, pitches, box,
-                    p.unit_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, map);
+  return encode_map(problem.dtype, p.weight, sizes, pitches, box, map, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    p.unit_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // As many blocks as run at once, or fewer: a number that shares no factor with the items of a tile, so that every block

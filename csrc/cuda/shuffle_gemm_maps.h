@@ -11,22 +11,6 @@ inline int few_line_shift(const Problem& problem) {
   return problem.in_channels == kShuffleGemmFewChannels && problem.batch * problem.in_positions() % 4 == 0 ? 2 : 0;
 }
 
-template <int kRank>
-cudaError_t encode_map(DType dtype, const void* tensor, const cuuint64_t (&dims)[kRank],
-                       const cuuint64_t (&pitches)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMap& map,
-                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, kRank, const_cast<void*>(tensor), dims, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS
-             ? cudaSuccess
-             : cudaErrorNotSupported;
-}
-
 // Elements of a channel in packed inputs, a multiple of 16 bytes.
 inline int64_t packed_pitch(const Problem& problem) {
   return round_up(problem.batch * problem.in_positions(), int64_t{8});
